@@ -1,0 +1,147 @@
+"""The target's embedding and head, as one small file beside the shards.
+
+Training and replay need nothing else of the target, so extraction writes them once and no later stage loads the model
+(`states/target_head.safetensors`; 57 MB for SmolLM2, 2.5 GB for an 8B). The file says how they are used: whether the
+head is tied to the embedding, the embedding's scale and the final soft cap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from configs.load import UserError
+from configs.provenance import file_sha256
+from extract.target import Target
+
+FILE = "target_head.safetensors"
+
+
+class TargetHead:
+    """Frozen embedding and head. Never part of the drafter, the engine or a checkpoint."""
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        self.embedding, self.weight, self.bias = embedding, weight, bias
+        self.scale, self.soft_cap = scale, soft_cap
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., H]"""
+        return self.embedding[ids] * self.scale if self.scale != 1.0 else self.embedding[ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V], in the head's dtype."""
+        return self.logits_with_slope(hidden)[0]
+
+    def logits_with_slope(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits and, under a soft cap, d(logits)/d(uncapped logits)."""
+        out = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        if self.soft_cap is None:
+            return out, None
+        ratio = torch.tanh(out / self.soft_cap)
+        return ratio * self.soft_cap, 1 - ratio * ratio
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
+    def from_logits(self, gradient: Tensor) -> Tensor:
+        """A gradient with respect to logits [N, V] -> with respect to hidden [N, H]."""
+        return gradient @ self.weight
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> TargetHead:
+        """The same head elsewhere; a tied head stays one tensor."""
+        embedding = self.embedding.to(device, dtype)
+        tied = self.weight is self.embedding
+        return TargetHead(
+            embedding,
+            embedding if tied else self.weight.to(device, dtype),
+            bias=None if self.bias is None else self.bias.to(device, dtype),
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+        )
+
+
+def head_of(target: Target) -> TargetHead:
+    """The head of a loaded target. UserError when its embedding is more than a scaled table look-up."""
+    table = target.embed.weight
+    probe = torch.arange(min(8, table.shape[0]), device=table.device)
+    with torch.no_grad():
+        embedded, rows = target.embed(probe), table[probe]
+    norm = rows.float().norm(dim=-1)
+    scale = float((embedded.float().norm(dim=-1) / norm)[norm > 0].median())
+    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+    if not torch.allclose(embedded.float(), rows.float() * scale, rtol=2e-2, atol=1e-4):
+        raise UserError(
+            f"the embedding of {target.label} is not a scaled table look-up, which is not supported"
+        )
+    tied = target.head.weight is table or target.head.weight.data_ptr() == table.data_ptr()
+    embedding = table.detach()
+    return TargetHead(
+        embedding,
+        embedding if tied else target.head.weight.detach(),
+        bias=getattr(target.head, "bias", None),
+        scale=scale,
+        soft_cap=getattr(target.config, "final_logit_softcapping", None),
+    )
+
+
+def save_head(head: TargetHead, folder: Path, dtype: torch.dtype) -> dict[str, str]:
+    """Write the file (atomically); returns what the manifest keeps of it."""
+    tensors = {"embedding": head.embedding}
+    if head.weight is not head.embedding:
+        tensors["weight"] = head.weight
+    if head.bias is not None:
+        tensors["bias"] = head.bias
+    tensors = {k: v.to("cpu", dtype).contiguous() for k, v in tensors.items()}
+    temporary = folder / f".{FILE}.tmp"
+    save_file(
+        tensors,
+        temporary,
+        metadata={"scale": repr(head.scale), "soft_cap": json.dumps(head.soft_cap)},
+    )
+    with temporary.open("rb+") as f:
+        os.fsync(f.fileno())
+    temporary.replace(folder / FILE)
+    return {"file": FILE, "sha256": file_sha256(folder / FILE)}
+
+
+def load_head(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> TargetHead:
+    """Read it back. UserError when it is missing or damaged."""
+    file = folder / FILE
+    try:
+        with safe_open(file, framework="pt", device="cpu") as f:
+            names, metadata = set(f.keys()), f.metadata()
+            embedding = f.get_tensor("embedding")
+            weight = f.get_tensor("weight") if "weight" in names else embedding
+            bias = f.get_tensor("bias") if "bias" in names else None
+    except (
+        Exception
+    ) as error:  # safetensors raises its own error class for damage, OSError for absence
+        raise UserError(
+            f"cannot read {file} ({error}); run extract again, it rewrites the file"
+        ) from error
+    head = TargetHead(
+        embedding,
+        weight,
+        bias=bias,
+        scale=float(metadata["scale"]),
+        soft_cap=json.loads(metadata["soft_cap"]),
+    )
+    return head.to(device, dtype)

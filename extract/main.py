@@ -1,0 +1,183 @@
+"""Answer the prompts with the target and store its hidden states.
+
+    python extract/main.py --config configs/smollm2-demo.yaml
+    accelerate launch --num_processes 8 extract/main.py --config configs/qwen3-8b.yaml
+
+Two things come out in the run folder: the training states (`states/`) and, for every held-out set, the states of the
+target's own greedy answers in the evaluation's precision (`eval-sets/NAME/states/`), from which replay computes
+acceptance lengths without the target. Running the same command again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from configs.load import add_arguments, config_from_args, main_guard
+from configs.provenance import FolderLock, open_run_dir
+from configs.schema import Config
+from extract.manifest import read_manifest
+from extract.prompts import Chat, Renderer, Report, load_chats
+from extract.regenerate import decode_batch
+from extract.server import Server
+from extract.shards import estimate_bytes, verify
+from extract.stage import Stage, say
+from extract.target import (
+    DTYPES,
+    TargetSpec,
+    inspect,
+    load_model_config,
+    load_target,
+    load_tokenizer,
+    locate,
+    unpack_gguf,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    parser = argparse.ArgumentParser(
+        description="Answer the prompts with the target and store its hidden states.",
+        epilog="example: python extract/main.py --config configs/smollm2-demo.yaml --dry-run",
+    )
+    add_arguments(parser)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--dry-run", action="store_true", help="print tokens, bytes and hours; write nothing"
+    )
+    mode.add_argument("--verify", action="store_true", help="read everything again and check it")
+    parser.add_argument(
+        "--server", metavar="URL", help="let an OpenAI-compatible server answer the prompts"
+    )
+    args = parser.parse_args(argv)
+    config = config_from_args(args)
+    run_dir = Path(config.run_dir)
+    if args.verify:
+        return verify_run(run_dir)
+
+    # Everything a person can have wrong is looked at before the weights are loaded.
+    location = unpack_gguf(locate(config.target))
+    tokenizer = load_tokenizer(config.target, location)
+    spec = inspect(location, load_model_config(config.target, location), tokenizer, config.drafter)
+    renderer = Renderer(tokenizer, enable_thinking=config.target.enable_thinking)
+    chats, report = load_chats(config.data.prompts, max_samples=config.data.max_samples)
+    sets = [
+        (Path(name).stem, *load_chats([name], max_samples=config.eval.max_prompts))
+        for name in config.eval.prompts
+    ]
+    warn_contamination(chats, sets)
+    say(
+        "target",
+        f"{spec.label}: {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}",
+    )
+    mask = f"{spec.mask_token_id} {tokenizer.convert_ids_to_tokens(spec.mask_token_id)!r}"
+    say("drafter", f"taps {list(spec.target_layer_ids)}, mask token {mask}")
+    say(
+        "prompts",
+        f"{len(chats)} for training; held out: {', '.join(f'{n} {len(c)}' for n, c, _ in sets) or 'none'}",
+    )
+    for line in report.lines():
+        say("", line)
+    if args.dry_run:
+        dry_run(config, spec, renderer, chats)
+        return None
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank == 0:
+        open_run_dir(config, stage="extract", resume=False)
+    with FolderLock(run_dir, f"extract-{rank}"):
+        target = load_target(config.target)
+        stage = Stage(config, spec, renderer, rank, world)
+        server = Server(args.server, config, tokenizer) if args.server else None
+        stage.run(target, chats, report, run_dir, server=server)
+        if sets:
+            if config.eval.dtype != config.target.dtype:
+                del target
+                target = load_target(config.target, dtype=config.eval.dtype)
+            for name, set_chats, set_report in sets:
+                stage.run(
+                    target, set_chats, set_report, run_dir / "eval-sets" / name, held_out=True
+                )
+    if rank == 0:
+        print(f"next: accelerate launch train/main.py --config {args.config}")
+    return None
+
+
+def warn_contamination(
+    chats: Sequence[Chat], sets: Sequence[tuple[str, list[Chat], Report]]
+) -> None:
+    """Held-out prompts that are also training prompts make tau too good; say which set and how many."""
+
+    def key(chat: Chat) -> str:
+        texts = [str(m.get("content")) for m in chat.messages if m.get("role") == "user"]
+        return " ".join(" ".join(texts).casefold().split())
+
+    seen = {key(chat) for chat in chats}
+    for name, held_out, _ in sets:
+        shared = [chat.id for chat in held_out if key(chat) in seen]
+        if shared:
+            print(
+                f"warning: {len(shared)} of {len(held_out)} prompts of {name} are training prompts too "
+                f"({', '.join(shared[:3])}); its acceptance length will flatter the drafter",
+                file=sys.stderr,
+            )
+
+
+def verify_run(run_dir: Path) -> int:
+    """Read every states folder of the run again; 0 when all of it is as its manifest says."""
+    folders = [run_dir / "states", *sorted(run_dir.glob("eval-sets/*/states"))]
+    problems = 0
+    for folder in folders:
+        found = verify(folder)
+        for problem in found:
+            print(f"error: {problem}", file=sys.stderr)
+        if not found:
+            totals = read_manifest(folder).totals
+            say(
+                "verified",
+                f"{folder}: {totals.samples} samples, {totals.tokens:,} tokens, {totals.bytes:,} bytes",
+            )
+        problems += len(found)
+    return 2 if problems else 0
+
+
+def dry_run(config: Config, spec: TargetSpec, renderer: Renderer, chats: Sequence[Chat]) -> None:
+    """Tokens (at most), bytes and hours; the rates are measured on this machine in a few seconds."""
+    prompts = [
+        renderer.prompt_ids([m for m in chat.messages if m.get("role") != "assistant"])
+        for chat in chats
+    ]
+    prompt_tokens = sum(map(len, prompts))
+    answers = len(prompts) * config.data.max_new_tokens if config.data.regenerate else 0
+    tokens = prompt_tokens + answers
+    target = load_target(config.target)
+    batch = sorted(prompts, key=len)[: config.data.batch_size]
+    decode_batch(target, batch[:1], 2)  # warm-up
+    started = time.monotonic()
+    decode_batch(target, batch, 9)
+    prefill_and_nine = time.monotonic() - started
+    ids = torch.tensor([(p * 256)[:256] for p in batch[:8]], device=target.device)
+    started = time.monotonic()
+    target.forward_taps(ids, spec.target_layer_ids)
+    forward = ids.numel() / (time.monotonic() - started)
+    decode = 8 * len(batch) / max(prefill_and_nine - sum(map(len, batch)) / forward, 1e-3)
+    size = estimate_bytes(
+        tokens, len(spec.target_layer_ids), spec.hidden_size, DTYPES[config.extract.storage_dtype],
+        config.extract.store_last_hidden,
+    )  # fmt: skip
+    hours = (answers / decode + tokens / forward) / 3600
+    say("tokens", f"{tokens:,} at most ({prompt_tokens:,} of prompts, {answers:,} of answers)")
+    say("bytes", f"{size:,} ({size / 2**30:,.2f} GiB, {size // max(tokens, 1):,} a token)")
+    say(
+        "time",
+        f"{hours:.2f} hours at most on this process ({decode:,.0f} answered, {forward:,.0f} extracted tokens/s)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))

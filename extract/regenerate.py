@@ -1,0 +1,219 @@
+"""The target answers the prompts itself.
+
+A drafter is trained on what it will have to predict: the target's own answers (design.md 3). Work is planned before the
+first token: prompts are sorted by length into batches, each batch is one file, and a finished file is never redone.
+A chat with several user turns is answered turn by turn, each turn with the answers before it in place.
+
+    conversations/turn0-batch-000000.jsonl     one JSON object per answer, see `extract.prompts.Row`
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from configs.provenance import atomic_write_text, fingerprint
+from extract.cache import cache_argument, new_cache
+from extract.prompts import Chat, Message, Renderer, Row, UnmaskableChat, user_turns
+from extract.target import Target
+
+# Answers one batch of prompts with a seed of its own: token ids -> (answer ids with the stop token, reason).
+Reason = Literal["stop", "length"]
+Answerer = Callable[[Sequence[list[int]], int], list[tuple[list[int], Reason]]]
+
+
+@torch.inference_mode()
+def decode_batch(
+    target: Target,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> list[tuple[list[int], Reason]]:
+    """Plain autoregressive decoding of a batch, padded on the left; finished rows leave the batch.
+
+    Greedy at temperature 0 (lowest id wins a tie), else sampled from softmax(logits / temperature).
+    Returns for each prompt its new tokens, the stop token included, and why it ended.
+    """
+    device, stop = target.device, target.stop_ids
+    pad = next(iter(stop), 0)
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = torch.arange(longest, device=device)[None, :] >= longest - lengths[:, None]
+    position = (mask.long().cumsum(1) - 1).clamp(min=0)
+
+    cache = new_cache(target.config)
+    cache_kwargs = cache_argument(target.decoder, cache)
+    answers: list[list[int]] = [[] for _ in prompts]
+    alive = list(range(len(prompts)))
+    for step in range(max_new_tokens):
+        hidden = target.decoder(
+            input_ids=ids, attention_mask=mask.long(), position_ids=position, **cache_kwargs
+        ).last_hidden_state[:, -1]
+        tokens = _choose(target.logits(hidden), temperature, generator)
+        for row, token in zip(alive, tokens.tolist(), strict=True):
+            # a row that has ended stays in the batch until the next compaction; what it says is not recorded
+            if not (answers[row] and answers[row][-1] in stop):
+                answers[row].append(token)
+        if step + 1 == max_new_tokens:
+            break
+        going = [i for i, row in enumerate(alive) if answers[row][-1] not in stop]
+        if not going:
+            break
+        ids, position = tokens[:, None], position[:, -1:] + 1
+        if len(going) <= 0.85 * len(alive):  # compaction copies the cache, so not at every stop
+            keep = torch.tensor(going, device=device)
+            cache.batch_select_indices(keep)
+            ids, position, mask = ids[keep], position[keep], mask[keep]
+            alive = [alive[i] for i in going]
+        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+    return [(a, "stop" if a[-1] in stop else "length") for a in answers]
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """[B, V] -> [B]. torch.argmax returns the first (lowest) index of equal values on CPU and CUDA."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[
+        :, 0
+    ]
+
+
+def regenerate(
+    chats: Sequence[Chat],
+    renderer: Renderer,
+    answer: Answerer,
+    folder: Path,
+    *,
+    settings: dict[str, object],
+    seed: int,
+    batch_size: int,
+    max_prompt_tokens: int,
+    rank: int = 0,
+    world: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Answer every turn of every chat; returns the rows in chat order and (reason, id) of turns that were dropped.
+
+    `settings` is whatever changes an answer (target fingerprint, temperature, limits...). Its fingerprint is in every
+    file: answers made under other settings are redone. With several processes, process r answers batches
+    r, r+world, ... and every process waits for the others' files between turns.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    dropped: list[tuple[str, str]] = []
+    chats, turns = _answerable(chats, dropped)
+    histories: list[list[Message]] = [list(preamble) for preamble, _ in turns]
+    rows: dict[str, Row] = {}
+    open_chats = list(range(len(chats)))
+    for turn in range(max((len(groups) for _, groups in turns), default=0)):
+        wanted: list[tuple[int, list[int]]] = []
+        for c in open_chats:
+            if turn >= len(turns[c][1]):
+                continue
+            histories[c] += turns[c][1][turn]
+            prompt = renderer.prompt_ids(histories[c])
+            if len(prompt) > max_prompt_tokens:
+                dropped.append(
+                    (f"prompt longer than {max_prompt_tokens} tokens", f"{chats[c].id}#{turn}")
+                )
+            else:
+                wanted.append((c, prompt))
+        wanted.sort(key=lambda item: (len(item[1]), item[0]))
+        batches = [wanted[i : i + batch_size] for i in range(0, len(wanted), batch_size)]
+        stamp = fingerprint(
+            {
+                "settings": settings,
+                "seed": seed,
+                "turn": turn,
+                "prompts": [[chats[c].id, p] for c, p in wanted],
+            }
+        )
+        files = [folder / f"turn{turn}-batch-{b:06d}.jsonl" for b in range(len(batches))]
+        # longest first: what does not fit shows at once, and the last batches are the short ones
+        for b in reversed(range(len(batches))):
+            if b % world == rank and read_batch(files[b], stamp) is None:
+                answers = answer([p for _, p in batches[b]], hash((seed, turn, b)))
+                _write_batch(files[b], stamp, chats, turn, batches[b], answers)
+            if progress:
+                progress(sum(len(x) for x in batches[b:]), len(wanted))
+        answered: list[int] = []
+        for b, file in enumerate(files):
+            for (c, _), row in zip(batches[b], _wait_for(file, stamp), strict=True):
+                rows[row.id] = row
+                histories[c] += [
+                    {
+                        "role": "assistant",
+                        "content": renderer.tokenizer.decode(
+                            row.answer_ids, skip_special_tokens=True
+                        ),
+                    }
+                ]
+                answered.append(c)
+        open_chats = sorted(answered)
+    ordered = [
+        rows[f"{chat.id}#{t}"]
+        for chat, (_, groups) in zip(chats, turns, strict=True)
+        for t in range(len(groups))
+        if f"{chat.id}#{t}" in rows
+    ]
+    return ordered, dropped
+
+
+def _answerable(
+    chats: Sequence[Chat], dropped: list[tuple[str, str]]
+) -> tuple[list[Chat], list[tuple[list[Message], list[list[Message]]]]]:
+    """The chats that can be answered turn by turn, with their turns; the others go to `dropped`."""
+    kept, turns = [], []
+    for chat in chats:
+        try:
+            turns.append(user_turns(chat))
+            kept.append(chat)
+        except UnmaskableChat as error:
+            dropped.append((error.reason, chat.id))
+    return kept, turns
+
+
+def _write_batch(
+    file: Path,
+    stamp: str,
+    chats: Sequence[Chat],
+    turn: int,
+    batch: Sequence[tuple[int, list[int]]],
+    answers: Sequence[tuple[list[int], Reason]],
+) -> None:
+    lines = [json.dumps({"stamp": stamp, "answers": len(batch)})]
+    for (c, prompt), (ids, reason) in zip(batch, answers, strict=True):
+        row = Row(f"{chats[c].id}#{turn}", chats[c].id, turn, list(prompt), list(ids), reason)
+        lines.append(json.dumps(asdict(row)))
+    atomic_write_text(file, "\n".join(lines) + "\n")
+
+
+def read_batch(file: Path, stamp: str | None) -> list[Row] | None:
+    """The rows of a finished file, or None when it is missing, torn or made under other settings."""
+    try:
+        head, *lines = file.read_text(encoding="utf-8").splitlines()
+        header = json.loads(head)
+        if len(lines) != header["answers"] or (stamp is not None and header["stamp"] != stamp):
+            return None
+        return [Row(**json.loads(line)) for line in lines]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _wait_for(file: Path, stamp: str, seconds: float = 24 * 3600) -> Iterator[Row]:
+    """The rows of a file that this or another process writes."""
+    end = time.monotonic() + seconds
+    while (rows := read_batch(file, stamp)) is None:
+        if time.monotonic() > end:
+            raise TimeoutError(f"no process wrote {file} within {seconds / 3600:.0f} hours")
+        time.sleep(0.2)
+    return iter(rows)

@@ -1,0 +1,86 @@
+"""Packing and schedule: every sample exactly once an epoch, whatever the number of processes; resume by step alone."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extract.shards import Sample
+from train.batches import Schedule, collate, pack
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(5, 40))
+@settings(max_examples=100, deadline=None)
+def test_packing_loses_nothing_and_fits(lengths, room):
+    rows = pack(lengths, room)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(min(lengths[i], room) for i in row) <= room for row in rows)
+    # no two rows could be one: best fit never opens a row that was not needed
+    loads = sorted(sum(min(lengths[i], room) for i in row) for row in rows)
+    assert len(loads) < 2 or loads[0] + loads[1] > room
+    assert rows == pack(lengths, room)
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_is_a_partition_and_the_split_does_not_matter(
+    rows, batch, accumulation, world, seed
+):
+    schedule = Schedule([[i] for i in range(rows)], batch, accumulation, world, seed)
+    single = Schedule([[i] for i in range(rows)], batch * accumulation * world, 1, 1, seed)
+    for epoch in (0, 1):
+        seen = []
+        for within in range(schedule.steps_per_epoch):
+            step = epoch * schedule.steps_per_epoch + within
+            parts = [
+                row
+                for micro in range(accumulation)
+                for rank in range(world)
+                for row in schedule.micro_batch(step, micro, rank)[1]
+            ]
+            assert len(parts) == schedule.rows_per_step
+            assert schedule.micro_batch(step, 0, 0)[0] == epoch
+            assert sorted(parts) == sorted(single.micro_batch(step, 0, 0)[1])
+            seen += [i for row in parts for i in row]
+        assert sorted(seen) == list(range(rows))
+
+
+def test_epochs_have_orders_of_their_own():
+    schedule = Schedule([[i] for i in range(50)], 1, 1, 1, 0)
+    assert schedule.order(0).tolist() != schedule.order(1).tolist()
+
+
+def sample(number: int, length: int) -> Sample:
+    states = torch.arange(length * 6).reshape(length, 6) + 1000.0 * number
+    return Sample(
+        id=f"s{number}",
+        input_ids=torch.arange(length, dtype=torch.int32) + 10 * number,
+        loss_mask=(torch.arange(length) >= 2).to(torch.uint8),
+        hidden_states=states,
+        last_hidden=states[:, :3],
+    )
+
+
+def test_collated_rows_hold_each_sample_whole_and_an_empty_row_weighs_nothing():
+    rows = [[(3, sample(3, 4)), (1, sample(1, 5))], [], [(2, sample(2, 20))]]
+    batch = collate(
+        rows,
+        max_length=12,
+        feature_size=6,
+        feature_dtype=torch.float32,
+        hidden_size=3,
+        seed=0,
+        epoch=0,
+    )
+    assert batch.document[0].tolist() == [0] * 4 + [1] * 5 + [-1] * 3
+    assert batch.position[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 0, 0]
+    assert batch.input_ids[0, :9].tolist() == [30, 31, 32, 33, 10, 11, 12, 13, 14]
+    assert torch.equal(batch.features[0, 4:9], sample(1, 5).hidden_states)
+    assert batch.last_hidden is not None
+    assert torch.equal(batch.last_hidden[0, 4:9], sample(1, 5).hidden_states[:, :3])
+    assert (batch.document[1] == -1).all() and not batch.loss_mask[1].any()
+    assert torch.equal(batch.features[2], sample(2, 20).hidden_states[:12])  # cut, not dropped
+    assert batch.sample_ids == ["s3", "s1", "s2"]

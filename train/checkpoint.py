@@ -1,0 +1,164 @@
+"""Checkpoints: complete or absent.
+
+    checkpoints/step-000200/
+        model.safetensors  config.json  README.md      what engines load (the published layout)
+        resume/            float32 weights, optimizer state, trainer.json
+        DONE               comes last; a folder without it does not exist for anybody
+
+Everything is written to `.step-000200.tmp` by all ranks, then renamed by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from configs.load import UserError
+from configs.provenance import atomic_write_json
+from train.drafter import DFlashDrafter
+from train.layout import save_drafter
+
+DONE = "DONE"
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Folders of complete checkpoints, oldest first."""
+    return sorted(done.parent for done in (run_dir / "checkpoints").glob(f"step-*/{DONE}"))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def find_checkpoint(run_dir: Path, name: str) -> Path:
+    """`latest`, `best`, a step folder's name or a path -> a complete checkpoint. UserError otherwise."""
+    done = complete_checkpoints(run_dir)
+    if name == "latest":
+        if not done:
+            raise UserError(f"{run_dir} has no complete checkpoint; train first")
+        return done[-1]
+    folder = Path(name) if Path(name).is_dir() else run_dir / "checkpoints" / name
+    if not folder.is_dir():
+        known = ", ".join(p.name for p in done) or "none"
+        raise UserError(f"there is no checkpoint {name}; complete ones in {run_dir}: {known}")
+    if (folder / "resume").exists() and not (folder / DONE).exists():
+        raise UserError(
+            f"checkpoint {folder} was never finished (it has no {DONE}); choose another"
+        )
+    return folder
+
+
+def save_checkpoint(
+    run_dir: Path,
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    *,
+    step: int,
+    card: str,
+    trainer: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of optimizer step `step` (all ranks call this). One that is there already is left alone."""
+    final = run_dir / "checkpoints" / f"step-{step:06d}"
+    if (final / DONE).exists():
+        return final
+    temporary = final.with_name(f".{final.name}.tmp")
+    drafter: DFlashDrafter = accelerator.unwrap_model(model)
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)  # without DONE it is a leftover
+        (temporary / "resume").mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    state = accelerator.get_state_dict(model)  # gathers under ZeRO-3, so every rank calls it
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if deepspeed:
+        model.save_checkpoint(str(temporary / "resume"), tag="state")
+    if accelerator.is_main_process:
+        save_drafter(drafter, state, temporary, torch.bfloat16)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        if not deepspeed:
+            weights = {k: v.detach().cpu() for k, v in state.items()}
+            torch.save(
+                {"model": weights, "optimizer": optimizer.state_dict()},
+                temporary / "resume" / "state.pt",
+            )
+        trainer = {
+            **trainer,
+            "step": step,
+            "world": accelerator.num_processes,
+            "deepspeed": deepspeed,
+        }
+        atomic_write_json(temporary / "resume" / "trainer.json", trainer)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        (temporary / DONE).touch()
+        _flush(temporary)
+        temporary.rename(final)
+        _flush(final.parent)
+        for old in complete_checkpoints(run_dir)[:-keep]:
+            (
+                old / DONE
+            ).unlink()  # first, so that a half-deleted folder is not taken for a checkpoint
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """resume/trainer.json, read before anything heavy is loaded."""
+    file = checkpoint / "resume" / "trainer.json"
+    if not file.exists():
+        raise UserError(
+            f"{checkpoint} has no resume state; it can be evaluated or used as drafter.init_from"
+        )
+    out: dict[str, Any] = json.loads(file.read_text())
+    return out
+
+
+def load_checkpoint(checkpoint: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    """Restore weights and optimizer state into the prepared model and optimizer.
+
+    UserError when the checkpoint was written by another number of processes under DeepSpeed (its optimizer state is
+    cut up by rank), or by the other backend.
+    """
+    saved = trainer_state(checkpoint)
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if saved["deepspeed"] != deepspeed:
+        with_without = {True: "with DeepSpeed", False: "without DeepSpeed"}
+        raise UserError(
+            f"{checkpoint} was trained {with_without[saved['deepspeed']]} and this run is {with_without[deepspeed]}; "
+            f"launch it as before, or start anew with drafter.init_from={checkpoint}"
+        )
+    if deepspeed:
+        if saved["world"] != accelerator.num_processes:
+            raise UserError(
+                f"{checkpoint} was trained by {saved['world']} processes and this run has "
+                f"{accelerator.num_processes}; DeepSpeed's state is cut up by rank, so launch as many, or start anew "
+                f"with drafter.init_from={checkpoint}"
+            )
+        loaded, _ = model.load_checkpoint(str(checkpoint / "resume"), tag="state")
+        if loaded is None:
+            raise UserError(
+                f"DeepSpeed could not load {checkpoint}/resume; use an earlier checkpoint"
+            )
+        return
+    state = torch.load(checkpoint / "resume" / "state.pt", map_location="cpu", weights_only=True)
+    accelerator.unwrap_model(model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,200 @@
+"""The DFlash drafter: a small block-diffusion decoder that reads the target's hidden states.
+
+Shapes: R rows, L context tokens, S slots (blocks of B laid side by side), H hidden, F = taps * H.
+Names and arithmetic are those of the released checkpoints (z-lab DFlash), so that serving engines load ours unchanged:
+
+    c_t = hidden_norm(fc(feature_t))                                     context, shared by all layers
+    layer: K, V from [context ; slots], Q from the slots only, then o_proj and a gated MLP, both residual
+    out = norm(x)                                                        the target's own head makes logits of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+Rope = tuple[Tensor, Tensor]  # cos, sin, each [R, n, head_dim]
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The DFlash part of a checkpoint's config.json."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    causal_sliding: bool = False
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """[R, n, H] -> rotated keys and values, each [R, kv_heads, n, head_dim]."""
+        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        return _rotate(k, rope), v
+
+    def forward(
+        self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
+        """x [R, S, H], context keys and values [R, kv_heads, L, head_dim], mask [R, 1, S, L+S] (True: sees)."""
+        q = self.q_norm(self.q_proj(x).view(*x.shape[:2], self.heads, self.head_dim)).transpose(
+            1, 2
+        )
+        k, v = self.keys_values(x, rope)
+        out = F.scaled_dot_product_attention(
+            _rotate(q, rope),
+            torch.cat([context[0], k], dim=2),
+            torch.cat([context[1], v], dim=2),
+            attn_mask=mask,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _rotate(x: Tensor, rope: Rope) -> Tensor:
+    rotated: Tensor = apply_rotary_pos_emb(x, x, *rope)[0].to(x.dtype)
+    return rotated
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DFlashDrafter(nn.Module):
+    """See the module's head. `config` is a Qwen3Config, `shape` what DFlash adds to it."""
+
+    def __init__(self, config: Qwen3Config, shape: DraftShape) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.shape = shape
+        hidden = config.hidden_size
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(len(shape.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(config)  # no parameters and no persistent buffers
+        self.autocast: torch.dtype | None = None  # training precision; weights stay float32
+
+    @property
+    def block_size(self) -> int:
+        return self.shape.block_size
+
+    def reset_parameters(self, seed: int) -> None:
+        """Normal with the config's initializer_range, norms at one; the same weights on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        for p in self.parameters():
+            if p.dim() == 1:
+                nn.init.ones_(p)
+            else:
+                nn.init.normal_(p, std=self.config.initializer_range, generator=generator)
+
+    def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of context tokens, layer by layer.
+
+        features [R, L, F] and positions [R, L] -> per layer (keys, values), each [R, kv_heads, L, head_dim].
+        They depend on nothing but the token's own feature and position, so decoding appends to them.
+        """
+        c = self.hidden_norm(self.fc(features))
+        rope = self.rotary(c, positions)
+        return [layer.self_attn.keys_values(c, rope) for layer in self.layers]
+
+    def slots(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        context: Sequence[tuple[Tensor, Tensor]],
+        masks: dict[str, Tensor | None],
+    ) -> Tensor:
+        """Final hidden states of the slots, ready for the target's head.
+
+        embeddings [R, S, H] of the slots' tokens (anchor, then mask tokens), positions [R, S], context as from
+        `context`, masks by layer type: [R, 1, S, L+S], True where a slot sees; None sees everything.
+        """
+        x, rope = embeddings, self.rotary(embeddings, positions)
+        for layer, kind, kv in zip(self.layers, self.config.layer_types, context, strict=True):
+            x = layer(x, rope, kv, masks[kind])
+        out: Tensor = self.norm(x)
+        return out
+
+    def forward(
+        self,
+        features: Tensor,
+        context_positions: Tensor,
+        embeddings: Tensor,
+        slot_positions: Tensor,
+        masks: dict[str, Tensor | None],
+    ) -> Tensor:
+        """Context and slots in one pass, as in training: [R, S, H]."""
+        with torch.autocast(
+            features.device.type, dtype=self.autocast, enabled=self.autocast is not None
+        ):
+            context = self.context(features, context_positions)
+            return self.slots(embeddings, slot_positions, context, masks)
+
+
+def drafter_config(target: Any, **overrides: Any) -> Qwen3Config:
+    """A drafter config with the target's widths and rope; `overrides` are Qwen3Config fields, None is ignored."""
+    rope = dict(target.rope_parameters)
+    if not isinstance(rope.get("rope_theta"), (int, float)) or "mrope_section" in rope:
+        # per-layer-type or multimodal rope: the drafter rotates plainly with the target's base
+        theta = rope.get("rope_theta") or rope.get(FULL, {}).get("rope_theta", 10_000.0)
+        rope = {"rope_type": "default", "rope_theta": theta}
+    heads = target.num_attention_heads
+    fields: dict[str, Any] = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": getattr(target, "intermediate_size", None) or 3 * target.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_cache": True,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": target.eos_token_id,
+        "pad_token_id": target.pad_token_id,
+    }
+    fields.update({k: v for k, v in overrides.items() if v is not None})
+    return Qwen3Config(**fields)

@@ -1,0 +1,153 @@
+"""The live loop: draft, verify, commit, until the answer ends.
+
+One loop for every decoder; they differ in the tree they propose. It knows nothing about layer types, and what it
+returns is what plain decoding would have written (greedy: token for token; sampled: in distribution).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eval.tree import Tree, build_tree, chain_tree
+from eval.verify import Verifier
+from extract.cache import GrowingLayer
+from extract.head import TargetHead
+from extract.target import Target
+from train.drafter import FULL, DFlashDrafter
+
+# Logits of slots 1..B-1, [B-1, V], and the root token -> the tree to verify.
+Propose = Callable[[Tensor, int], Tree]
+
+
+def propose_chain(logits: Tensor, root: int) -> Tree:
+    """DFlash: the most likely token of every slot."""
+    return chain_tree(logits.argmax(-1), root)
+
+
+def propose_tree(budget: int) -> Propose:
+    """DDTree with this many nodes."""
+    return lambda logits, root: build_tree(logits, root, budget)
+
+
+class Drafting:
+    """The drafter's side of a decode: the keys and values of the committed context, and drafts on top of it."""
+
+    def __init__(self, drafter: DFlashDrafter, head: TargetHead) -> None:
+        self.drafter, self.head = drafter, head
+        self.layers = [GrowingLayer() for _ in drafter.layers]
+        self.length = 0
+
+    @torch.inference_mode()
+    def append(self, features: Tensor) -> None:
+        """features [n, F] of the tokens that have just become the past, in order."""
+        positions = torch.arange(self.length, self.length + len(features), device=features.device)[
+            None
+        ]
+        dtype = self.drafter.fc.weight.dtype
+        for layer, (k, v) in zip(
+            self.layers, self.drafter.context(features[None].to(dtype), positions), strict=True
+        ):
+            layer.update(k, v)
+        self.length += len(features)
+
+    @torch.inference_mode()
+    def draft(self, root: int) -> Tensor:
+        """Logits [B-1, V] of the slots after `root`, which stands right behind the context."""
+        drafter, shape = self.drafter, self.drafter.shape
+        device = drafter.fc.weight.device
+        ids = torch.full((1, shape.block_size), shape.mask_token_id, device=device)
+        ids[0, 0] = root
+        positions = torch.arange(self.length, self.length + shape.block_size, device=device)[None]
+        masks = {
+            kind: None if kind == FULL else self._sliding_mask(device)
+            for kind in set(drafter.config.layer_types)
+        }
+        context = [(layer.keys, layer.values) for layer in self.layers]
+        embeddings = self.head.embed(ids).to(drafter.fc.weight.dtype)
+        hidden = drafter.slots(embeddings, positions, context, masks)  # type: ignore[arg-type]
+        return self.head.logits(hidden[0, 1:])
+
+    def _sliding_mask(self, device: torch.device) -> Tensor:
+        size = self.drafter.shape.block_size
+        slot = torch.arange(size, device=device)
+        distance = (self.length + slot)[:, None] - torch.arange(self.length, device=device)[None, :]
+        own = torch.ones(size, size, dtype=torch.bool, device=device)
+        if self.drafter.shape.causal_sliding:
+            own = own.tril()
+        return torch.cat([distance < self.drafter.config.sliding_window, own], dim=1)[None, None]
+
+
+@dataclass
+class Decoded:
+    """An answer and how it came about. `committed` and `accepted` as in eval.metrics.Answer."""
+
+    tokens: list[int]
+    committed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("draft", "build", "verify", "commit"), 0.0)
+    )
+
+
+def decode(
+    target: Target,
+    drafter: DFlashDrafter,
+    head: TargetHead,
+    prompt: Sequence[int],
+    propose: Propose,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Decoded:
+    """Answer one prompt. The first token comes from the prefill and belongs to no round."""
+    stop = target.stop_ids
+    verifier = Verifier(target, drafter.shape.target_layer_ids)
+    drafting = Drafting(drafter, head)
+    logits, features = verifier.prefill(prompt)
+    drafting.append(features)
+    out = Decoded(tokens=[int(choose(logits[None], temperature, generator)[0])])
+    while out.tokens[-1] not in stop and len(out.tokens) < max_new_tokens:
+        started = time.perf_counter()
+        draft = drafting.draft(out.tokens[-1])
+        drafted = time.perf_counter()
+        tree = propose(draft / temperature if temperature > 0 else draft, out.tokens[-1])
+        built = time.perf_counter()
+        node_logits, node_features = verifier.verify(tree)
+        wanted = choose(node_logits, temperature, generator)
+        path = tree.walk(wanted.to(tree.tokens.device))
+        new = [int(tree.tokens[i]) for i in path[1:]] + [int(wanted[path[-1]])]
+        verified = time.perf_counter()
+        verifier.commit(path)
+        drafting.append(node_features[path])
+        committed = time.perf_counter()
+
+        # The answer ends at the first stop token and at the limit, wherever in the block they fall.
+        end = next((i + 1 for i, token in enumerate(new) if token in stop), len(new))
+        end = min(end, max_new_tokens - len(out.tokens))
+        out.tokens += new[:end]
+        out.committed.append(end)
+        out.accepted.append(min(len(path) - 1, end))
+        out.drafted += len(tree.tokens) - 1
+        for name, span in zip(
+            out.seconds,
+            (drafted - started, built - drafted, verified - built, committed - verified),
+            strict=True,
+        ):
+            out.seconds[name] += span
+    return out
+
+
+def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """The target's own next token after each node, [n, V] -> [n]: argmax (lowest id wins), or one draw a node."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[
+        :, 0
+    ]

@@ -1,0 +1,327 @@
+"""Measure the acceptance length of checkpoints.
+
+    python eval/main.py --config configs/smollm2-demo.yaml --checkpoint all --mode replay
+    python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live
+
+`replay` computes acceptance from the stored states of the target's own greedy answers, without the target, for DFlash and
+every tree budget at once. `live` decodes with the target: plain, DFlash, DDTree, same prompts, and compares every answer
+with plain decoding token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.load import UserError, add_arguments, config_from_args, main_guard
+from configs.provenance import FolderLock, file_sha256, provenance
+from configs.schema import Config
+from eval.decode import Decoded, decode, propose_chain, propose_tree
+from eval.metrics import Answer, repetition_rate, summarize
+from eval.replay import replay
+from eval.report import invalid_rows, latest_results, read_results, terminal_table, write_report
+from eval.track import log_results
+from extract.head import TargetHead, load_head
+from extract.manifest import Manifest, require
+from extract.regenerate import decode_batch
+from extract.shards import ShardReader
+from extract.target import DTYPES, Target, load_target, pick_device
+from train.checkpoint import complete_checkpoints, find_checkpoint, step_of
+from train.drafter import DFlashDrafter
+from train.layout import load_drafter
+
+# An answer is called degenerate when more than this share of its 8-grams occurred before.
+REPETITIVE = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    parser = argparse.ArgumentParser(
+        description="Measure the acceptance length of checkpoints.",
+        epilog="example: python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live",
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--checkpoint", default="latest", help="latest, all, a step folder's name, or a folder"
+    )
+    parser.add_argument("--mode", choices=("replay", "live"), default="replay")
+    parser.add_argument(
+        "--again", action="store_true", help="evaluate checkpoints that have results already"
+    )
+    args = parser.parse_args(argv)
+    config = config_from_args(args)
+    run_dir = Path(config.run_dir)
+    if not config.eval.prompts:
+        raise UserError("eval.prompts names no held-out set; add at least one")
+    if args.checkpoint == "all":
+        folders = complete_checkpoints(run_dir)
+        if not folders:
+            raise UserError(f"{run_dir} has no complete checkpoint; train first")
+    else:
+        folders = [find_checkpoint(run_dir, args.checkpoint)]
+    sets = {
+        Path(name).stem: ShardReader(run_dir / "eval-sets" / Path(name).stem / "states")
+        for name in config.eval.prompts
+    }
+    for name, reader in sets.items():
+        check_set(config, name, reader)
+
+    device = pick_device(config.target.device)
+    dtype = DTYPES[config.eval.dtype]
+    head = load_head(
+        run_dir / "eval-sets" / next(iter(sets)) / "states", device=device, dtype=dtype
+    )
+    target = load_target(config.target, dtype=config.eval.dtype) if args.mode == "live" else None
+    reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
+    failed = False
+    with FolderLock(run_dir, f"eval-{args.mode}"):
+        for folder in folders:
+            out = results_folder(run_dir, folder, args.mode)
+            if not args.again and evaluated(out, folder):
+                print(f"{folder.name} has {args.mode} results in {out}; --again evaluates it anew")
+                continue
+            drafter = load(folder, sets, device, dtype)
+            started = time.monotonic()
+            if target is None:
+                rows, check = replay_sets(config, drafter, head, sets), None
+            else:
+                rows, check = live_sets(config, target, drafter, head, sets, reference)
+            results = {
+                "schema": 1,
+                "mode": args.mode,
+                "checkpoint": {
+                    "path": str(folder),
+                    "step": step_number(folder),
+                    "fingerprint": fingerprint_of(folder),
+                },
+                "target": next(iter(sets.values())).manifest.target.model_dump()
+                | {"dtype": config.eval.dtype, "enable_thinking": config.target.enable_thinking},
+                "provenance": provenance(config, [Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "rows": rows,
+                "lossless_check": check,
+            }
+            history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
+            write_report(out, results, history)
+            log_results(run_dir, config, results)
+            print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
+            print(terminal_table(results))
+            print(f"report: {out / 'report.md'}", flush=True)
+            for row in invalid_rows(results):
+                print(f"error: {row}", file=sys.stderr)
+                failed = True
+    return 1 if failed else None
+
+
+def results_folder(run_dir: Path, checkpoint: Path, mode: str) -> Path:
+    """evals/step-000200 for replay, which every checkpoint gets; its live results lie in a folder below."""
+    folder = run_dir / "evals" / checkpoint.resolve().name
+    return folder if mode == "replay" else folder / mode
+
+
+def evaluated(results: Path, checkpoint: Path) -> bool:
+    """Whether these results are of these weights."""
+    file = results / "results.json"
+    if not file.exists():
+        return False
+    found: str = read_results(file)["checkpoint"]["fingerprint"]
+    return found == fingerprint_of(checkpoint)
+
+
+def step_number(checkpoint: Path) -> int | None:
+    return step_of(checkpoint) if checkpoint.name.startswith("step-") else None
+
+
+def fingerprint_of(checkpoint: Path) -> str:
+    return file_sha256(checkpoint / "model.safetensors")[:16]
+
+
+def check_set(config: Config, name: str, reader: ShardReader) -> None:
+    """Replay is exact for the target's own greedy answers in the precision of the evaluation, and for nothing else."""
+    answers = reader.manifest.answers
+    if not answers.greedy or answers.source != "regenerated":
+        raise UserError(
+            f"the states of {name} are not of the target's own greedy answers; extract them again"
+        )
+    require(
+        reader.manifest,
+        reader.folder,
+        target_dtype=config.eval.dtype,
+        enable_thinking=config.target.enable_thinking,
+        **{"answers.max_new_tokens": config.eval.max_new_tokens},
+    )
+
+
+def load(
+    folder: Path, sets: dict[str, ShardReader], device: torch.device, dtype: torch.dtype
+) -> DFlashDrafter:
+    """A drafter, checked against the states it is about to read. UserError names both sides."""
+    try:
+        drafter = load_drafter(folder, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for reader in sets.values():
+        manifest: Manifest = reader.manifest
+        require(
+            manifest,
+            reader.folder,
+            target_layer_ids=drafter.shape.target_layer_ids,
+            num_target_layers=drafter.shape.num_target_layers,
+            mask_token_id=drafter.shape.mask_token_id,
+            hidden_size=drafter.config.hidden_size,
+            vocab_size=drafter.config.vocab_size,
+        )
+    return drafter.to(device).eval().requires_grad_(False)
+
+
+def replay_sets(
+    config: Config, drafter: DFlashDrafter, head: TargetHead, sets: dict[str, ShardReader]
+) -> list[dict[str, Any]]:
+    """A row per data set and decoder."""
+    rows = []
+    for name, reader in sets.items():
+        answers: dict[int | None, list[Answer]] = {key: [] for key in (None, *config.eval.budgets)}
+        repetitive = 0
+        for sample in (reader[i] for i in range(len(reader))):
+            spoken = sample.input_ids[-int(sample.loss_mask.sum()) :].tolist()
+            repetitive += repetition_rate(spoken) > REPETITIVE
+            for key, got in replay(drafter, head, sample, config.eval.budgets).items():
+                size = drafter.block_size - 1 if key is None else key
+                answers[key].append(
+                    Answer(
+                        prompt_id=sample.id,
+                        committed=tuple(got.committed),
+                        accepted=tuple(got.accepted),
+                        tokens=got.tokens,
+                        seconds=None,
+                        drafted=size * len(got.committed),
+                    )
+                )
+        rows += [
+            summarize(
+                got,
+                dataset=name,
+                decoder="dflash" if key is None else "ddtree",
+                budget=key,
+                temperature=0.0,
+                block_size=drafter.block_size,
+                lossless=None,
+                repetitive_answers=repetitive,
+            ).as_dict()
+            for key, got in answers.items()
+        ]
+    return rows
+
+
+def live_sets(
+    config: Config,
+    target: Target,
+    drafter: DFlashDrafter,
+    head: TargetHead,
+    sets: dict[str, ShardReader],
+    reference: dict[str, list[Decoded]],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of plain, chain and tree decoding, and what the comparison of their answers found."""
+    options = config.eval
+    rows: list[dict[str, Any]] = []
+    compared = mismatches = 0
+    for name, reader in sets.items():
+        samples = [reader[i] for i in range(min(len(reader), options.live_prompts or len(reader)))]
+        prompts = [
+            s.input_ids[: len(s.input_ids) - int(s.loss_mask.sum())].tolist() for s in samples
+        ]
+        if name not in reference:
+            decode_batch(target, prompts[:1], 4)  # warm-up
+            reference[name] = [plain(target, p, config) for p in prompts]
+        plain_answers = [to_answer(s.id, d) for s, d in zip(samples, reference[name], strict=True)]
+        repetitive = sum(repetition_rate(d.tokens) > REPETITIVE for d in reference[name])
+        base: dict[str, Any] = {
+            "dataset": name,
+            "temperature": options.temperature,
+            "block_size": drafter.block_size,
+        }
+        rows.append(
+            summarize(
+                plain_answers, decoder="autoregressive", budget=None, lossless=True,
+                repetitive_answers=repetitive, **base,
+            ).as_dict()
+        )  # fmt: skip
+        for budget in (None, *options.budgets):
+            propose = propose_chain if budget is None else propose_tree(budget)
+            decode(target, drafter, head, prompts[0], propose, max_new_tokens=8)  # warm-up
+            decoded = [
+                decode(
+                    target,
+                    drafter,
+                    head,
+                    prompt,
+                    propose,
+                    max_new_tokens=options.max_new_tokens,
+                    temperature=options.temperature,
+                    generator=torch.Generator(target.device).manual_seed(config.seed + i),
+                )
+                for i, prompt in enumerate(prompts)
+            ]
+            lossless = None
+            if options.temperature == 0:
+                same = [a.tokens == b.tokens for a, b in zip(decoded, reference[name], strict=True)]
+                lossless = all(same)
+                compared += sum(len(d.tokens) for d in reference[name])
+                mismatches += same.count(False)
+            rows.append(
+                summarize(
+                    [to_answer(s.id, d) for s, d in zip(samples, decoded, strict=True)],
+                    decoder="dflash" if budget is None else "ddtree",
+                    budget=budget,
+                    lossless=lossless,
+                    baseline=plain_answers,
+                    repetitive_answers=repetitive,
+                    **base,
+                ).as_dict()
+            )
+    check = {
+        "contract": "greedy text equals plain greedy decoding, token for token",
+        "dtype": options.dtype,
+        "compared_tokens": compared,
+        "answers_that_differ": mismatches,
+    }
+    return rows, check
+
+
+def plain(target: Target, prompt: list[int], config: Config) -> Decoded:
+    """Plain autoregressive decoding through transformers' own masks: the reference. Times exclude the prefill."""
+    options = config.eval
+    generator = torch.Generator(target.device).manual_seed(config.seed)
+    started = time.perf_counter()
+    decode_batch(target, [prompt], 1)
+    prefill = time.perf_counter() - started
+    started = time.perf_counter()
+    tokens, _ = decode_batch(
+        target,
+        [prompt],
+        options.max_new_tokens,
+        temperature=options.temperature,
+        generator=generator,
+    )[0]
+    out = Decoded(tokens=tokens)
+    out.seconds["verify"] = max(time.perf_counter() - started - prefill, 0.0)
+    return out
+
+
+def to_answer(prompt_id: str, decoded: Decoded) -> Answer:
+    return Answer(
+        prompt_id=prompt_id,
+        committed=tuple(decoded.committed),
+        accepted=tuple(decoded.accepted),
+        tokens=len(decoded.tokens),
+        seconds=sum(decoded.seconds.values()),
+        drafted=decoded.drafted,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))

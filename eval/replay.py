@@ -1,0 +1,107 @@
+"""Acceptance lengths from stored states, without the target.
+
+Under greedy decoding the accepted path *is* the target's own answer. So a round that starts at answer token j accepts
+the longest prefix of the known continuation that its draft holds, and the whole decode follows from the drafts at the
+positions it visits. Every answer position is drafted as an anchor in one training-style forward, which serves the chain
+and every tree budget, and ties the training mask to the decoding loop: the lists must be equal (tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.tree import tree_accepted_lengths
+from extract.head import TargetHead
+from extract.shards import Sample
+from train.blocks import block_mask, slot_inputs
+from train.drafter import SLIDING, DFlashDrafter
+
+# Blocks drafted in one forward: bounds the memory of a long answer, changes no number.
+BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One answer under one decoder, as eval.decode would have counted it."""
+
+    committed: list[int]
+    accepted: list[int]
+    tokens: int
+
+
+@torch.inference_mode()
+def draft_everywhere(
+    drafter: DFlashDrafter, head: TargetHead, sample: Sample, first: int
+) -> Tensor:
+    """Logits [m, B-1, V] of the blocks anchored at each of the tokens first..T-1 of a sample (m = T - first)."""
+    device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+    shape, config = drafter.shape, drafter.config
+    length = len(sample.input_ids)
+    ids = sample.input_ids.long().to(device)[None]
+    position = torch.arange(length, device=device)[None]
+    document = torch.zeros_like(position)
+    context = drafter.context(sample.hidden_states.to(device, dtype)[None], position)
+    out = []
+    for start in range(first, length, BLOCKS):
+        anchors = torch.arange(start, min(start + BLOCKS, length), device=device)[None]
+        tokens, positions = slot_inputs(
+            ids, position, anchors, shape.block_size, shape.mask_token_id
+        )
+        masks: dict[str, Tensor | None] = {
+            kind: block_mask(
+                document,
+                position,
+                anchors,
+                shape.block_size,
+                window=config.sliding_window if kind == SLIDING else None,
+                causal=kind == SLIDING and shape.causal_sliding,
+            )
+            for kind in set(config.layer_types)
+        }
+        hidden = drafter.slots(head.embed(tokens).to(dtype), positions, context, masks)
+        hidden = hidden.view(anchors.shape[1], shape.block_size, -1)[:, 1:]
+        out.append(head.logits(hidden))
+    return torch.cat(out)
+
+
+def replay(
+    drafter: DFlashDrafter, head: TargetHead, sample: Sample, budgets: Sequence[int]
+) -> dict[int | None, Replayed]:
+    """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end)."""
+    answer = int(sample.loss_mask.sum())
+    first = len(sample.input_ids) - answer
+    logits = draft_everywhere(drafter, head, sample, first)
+    continuation = _continuations(sample.input_ids[first:].long(), drafter.shape.block_size - 1)
+    chain = (logits.argmax(-1).cpu() == continuation).long().cumprod(1).sum(1)
+    lengths: dict[int | None, Tensor] = {None: chain}
+    if budgets:
+        trees = tree_accepted_lengths(logits, continuation, budgets)
+        lengths.update({b: trees[:, i] for i, b in enumerate(budgets)})
+    return {key: walk_answer(value.tolist()) for key, value in lengths.items()}
+
+
+def _continuations(answer: Tensor, depth: int) -> Tensor:
+    """[m] -> [m, depth]: the tokens after each answer token, -1 past the end."""
+    padded = torch.cat([answer, answer.new_full((depth,), -1)])
+    return padded.unfold(0, depth, 1)[1:]
+
+
+def walk_answer(accepted: Sequence[int]) -> Replayed:
+    """The rounds of a decode, given how many drafts a round at each answer position would accept.
+
+    The first token is the prefill's. A round at position j commits its accepted drafts and a bonus token, or what is
+    left of the answer.
+    """
+    position, last = 0, len(accepted) - 1
+    rounds: list[int] = []
+    taken: list[int] = []
+    while position < last:
+        left = last - position
+        taken.append(min(accepted[position], left))
+        rounds.append(min(accepted[position] + 1, left))
+        position += accepted[position] + 1
+    return Replayed(rounds, taken, len(accepted))

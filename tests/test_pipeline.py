@@ -1,0 +1,388 @@
+"""The whole pipeline on a tiny target: extract, train, evaluate, and the facts that tie the stages together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from configs.load import load_config
+from eval.decode import decode, propose_chain, propose_tree
+from eval.replay import replay
+from extract.head import load_head
+from extract.regenerate import decode_batch
+from extract.shards import ShardReader
+from extract.target import load_target
+from tests.conftest import QUESTIONS, make_target, write_config, write_prompts
+from train.checkpoint import complete_checkpoints
+from train.layout import load_drafter
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str, status: int = 0, **environment: str) -> str:
+    """Run a stage as its user does; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    out = done.stdout + done.stderr
+    assert done.returncode == status, out
+    assert "Traceback" not in out, out
+    return out
+
+
+def launch(
+    *command: str, processes: int = 1, config_file: str | None = None, status: int = 0
+) -> str:
+    """accelerate launch, with as many CPU processes."""
+    file = config_file or f"configs/accelerate/{'cpu' if processes == 1 else 'cpu2'}.yaml"
+    how = ["--config_file", file, "--num_processes", str(processes)]
+    return run("-m", "accelerate.commands.launch", *how, *command, status=status)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def extracted(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose states are there."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    config = write_config(folder / "config.yaml", tiny_target)
+    run("extract/main.py", "--config", str(config))
+    return config
+
+
+def copy_run(config: Path, folder: Path, **train: object) -> Path:
+    """The same experiment in another run folder, its states copied."""
+    raw = yaml.safe_load(config.read_text())
+    source, target = Path(raw["run_dir"]), folder / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl", "evals")
+    )
+    raw["run_dir"] = str(target)
+    raw["train"].update(train)
+    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+    return folder / "config.yaml"
+
+
+def test_overfit_one_sequence_reaches_the_block_size(tiny_target, tmp_path):
+    """The alignment test of the whole pipeline (field bug C3): a slot or tap off by one anywhere keeps tau near 1."""
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny_target,
+        data={"prompts": [str(write_prompts(tmp_path / "one.jsonl", QUESTIONS[:1]))], "max_new_tokens": 40},
+        train={"batch_size": 1, "anchors": 48, "max_steps": 250, "epochs": 250, "learning_rate": 5e-3,
+               "log_every": 50, "max_length": 80},
+        eval={"prompts": [str(tmp_path / "one.jsonl")], "max_new_tokens": 40, "budgets": [3, 8]},
+    )  # fmt: skip
+    run("extract/main.py", "--config", str(config))
+    run("train/main.py", "--config", str(config))
+    run("eval/main.py", "--config", str(config))
+    run("eval/main.py", "--config", str(config), "--mode", "live")
+    evals = tmp_path / "run" / "evals" / "step-000250"
+    for file in (evals / "results.json", evals / "live" / "results.json"):
+        rows = {(r["decoder"], r["budget"]): r for r in json.loads(file.read_text())["rows"]}
+        for key in (("dflash", None), ("ddtree", 3), ("ddtree", 8)):
+            histogram = rows[key]["histogram"]
+            assert sum(histogram[:-1]) <= 1, (file, key, histogram)  # the cut last round at most
+            assert rows[key]["tau"] > 3.7
+
+
+@pytest.fixture(scope="module")
+def trained(extracted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A half-trained drafter: right often enough and wrong often enough to exercise every path."""
+    config = copy_run(
+        extracted,
+        tmp_path_factory.mktemp("trained"),
+        max_steps=120,
+        epochs=60,
+        learning_rate=3e-3,
+        log_every=40,
+    )
+    run("train/main.py", "--config", str(config))
+    return config
+
+
+def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained):
+    config = load_config(trained)
+    run_dir = Path(config.run_dir)
+    drafter = load_drafter(complete_checkpoints(run_dir)[-1]).eval()
+    target = load_target(config.target, dtype="float32")
+    seen = set()
+    for states in (run_dir / "eval-sets" / "held" / "states", run_dir / "states"):
+        reader = ShardReader(states)
+        head = load_head(states, dtype=torch.float32)
+        limit = reader.manifest.answers.max_new_tokens or 0
+        for i in range(len(reader)):
+            sample = reader[i]
+            first = len(sample.input_ids) - int(sample.loss_mask.sum())
+            prompt, answer = sample.input_ids[:first].tolist(), sample.input_ids[first:].tolist()
+            assert decode_batch(target, [prompt], limit)[0][0] == answer
+            replayed = replay(drafter, head, sample, [1, 2, 8, 20, 200])
+            for key, got in replayed.items():
+                propose = propose_chain if key is None else propose_tree(key)
+                live = decode(target, drafter, head, prompt, propose, max_new_tokens=limit)
+                assert live.tokens == answer
+                assert (live.committed, live.accepted) == (got.committed, got.accepted), (i, key)
+                assert sum(got.committed) == len(answer) - 1
+                seen.update(got.accepted)
+    assert len(seen) >= 3, f"only accepted lengths {seen}: the test has seen too little"
+
+
+def test_eval_prints_lossless_results_and_draws_a_report(trained):
+    out = run("eval/main.py", "--config", str(trained), "--checkpoint", "all")
+    assert "next:" in out or "report:" in out
+    live = run("eval/main.py", "--config", str(trained), "--mode", "live")
+    assert "report:" in live
+    run_dir = Path(load_config(trained).run_dir)
+    last = sorted((run_dir / "evals").iterdir())[-1]
+    results = json.loads((last / "live" / "results.json").read_text())
+    assert results["lossless_check"]["answers_that_differ"] == 0
+    assert all(r["lossless"] for r in results["rows"])
+    replayed = {
+        (r["decoder"], r["budget"]): r
+        for r in json.loads((last / "results.json").read_text())["rows"]
+    }
+    for row in results["rows"]:
+        if row["decoder"] != "autoregressive":
+            other = replayed[row["decoder"], row["budget"]]
+            assert (row["tau"], row["histogram"]) == (other["tau"], other["histogram"])
+    for name in ("tau_vs_budget.png", "tau_vs_step.png", "acceptance_by_position.png", "report.md"):
+        assert (last / name).stat().st_size > 500
+    again = run("eval/main.py", "--config", str(trained), "--checkpoint", "all")
+    assert again.count("has replay results") == len(complete_checkpoints(run_dir))
+
+
+def gradients(config: Path) -> list[dict]:
+    return [
+        {k: m[k] for k in ("step", "loss", "grad_norm", "tokens")}
+        for m in metrics(Path(load_config(config).run_dir))
+    ]
+
+
+def close(a: list[dict], b: list[dict], tolerance: float) -> None:
+    assert [x["step"] for x in a] == [x["step"] for x in b] and len(a) > 2
+    for x, y in zip(a, b, strict=True):
+        assert x["tokens"] == y["tokens"]
+        for key in ("loss", "grad_norm"):
+            assert abs(x[key] - y[key]) <= tolerance * max(1.0, abs(y[key])), (key, x, y)
+
+
+def test_one_process_two_processes_and_accumulation_are_the_same_run(extracted, tmp_path):
+    """Global numerator over global denominator: rows may be split in any way."""
+    runs = {}
+    for name, processes, train in (
+        ("one", 1, {"batch_size": 4}),
+        ("accumulated", 1, {"batch_size": 1, "gradient_accumulation_steps": 4}),
+        ("two", 2, {"batch_size": 1, "gradient_accumulation_steps": 2}),
+    ):
+        config = copy_run(extracted, tmp_path / name, max_steps=6, epochs=9, max_length=48, **train)
+        out = launch("train/main.py", "--config", str(config), processes=processes)
+        assert f"{processes} processes = 4 rows" in out
+        runs[name] = gradients(config)
+    close(runs["accumulated"], runs["one"], 1e-4)
+    close(runs["two"], runs["one"], 1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages_give_the_losses_of_plain_training(extracted, tmp_path, stage):
+    plain = copy_run(
+        extracted, tmp_path / "plain", max_steps=5, epochs=9, max_length=48, batch_size=2
+    )
+    run("train/main.py", "--config", str(plain))
+    cut = copy_run(extracted, tmp_path / "zero", max_steps=5, epochs=9, max_length=48, batch_size=1)
+    out = launch(
+        "train/main.py",
+        "--config",
+        str(cut),
+        processes=2,
+        config_file=f"configs/accelerate/zero{stage}.yaml",
+    )
+    assert f"DeepSpeed ZeRO-{stage}" in out and "2 processes = 2 rows" in out
+    a, b = gradients(cut), gradients(plain)
+    for x, y in zip(a, b, strict=True):
+        assert abs(x["loss"] - y["loss"]) < 1e-4 * y["loss"], (x, y)
+    ours, theirs = (
+        load_drafter(complete_checkpoints(Path(load_config(c).run_dir))[-1]) for c in (cut, plain)
+    )
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=2e-2, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("how", ["plain", "zero2"])
+def test_interrupted_and_resumed_is_the_uninterrupted_run(extracted, tmp_path, how):
+    """SIGTERM in the middle, then --resume: the same losses, bit for bit, and the same weights."""
+
+    def start(config: Path, *more: str) -> None:
+        if how == "plain":
+            run("train/main.py", "--config", str(config), *more)
+        else:
+            launch("train/main.py", "--config", str(config), *more, processes=2,
+                   config_file="configs/accelerate/zero2.yaml")  # fmt: skip
+
+    settings = {
+        "max_steps": 12,
+        "epochs": 12,
+        "max_length": 48,
+        "batch_size": 1,
+        "checkpoint_every": 4,
+    }
+    whole = copy_run(extracted, tmp_path / "whole", **settings)
+    start(whole)
+    parts = copy_run(extracted, tmp_path / "parts", **settings)
+    run_dir = Path(load_config(parts).run_dir)
+    start(parts)  # a complete run ...
+    for checkpoint in complete_checkpoints(run_dir)[
+        1:
+    ]:  # ... of which only the first checkpoint survives
+        shutil.rmtree(checkpoint)
+    (
+        run_dir / "checkpoints" / "step-000099"
+    ).mkdir()  # and a half-written one, which must not be picked
+    start(parts, "--resume")
+    assert gradients(parts) == gradients(whole)
+    a, b = (complete_checkpoints(Path(load_config(c).run_dir))[-1] for c in (whole, parts))
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+def test_sigterm_leaves_a_checkpoint_to_go_on_from(extracted, tmp_path):
+    config = copy_run(extracted, tmp_path, max_steps=4000, epochs=9000, max_length=48, batch_size=1)
+    run_dir = Path(load_config(config).run_dir)
+    process = subprocess.Popen([sys.executable, "train/main.py", "--config", str(config)], cwd=ROOT,
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 3:
+        time.sleep(0.2)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "add --resume" in out
+    (only,) = complete_checkpoints(run_dir)
+    assert int(only.name.removeprefix("step-")) == metrics(run_dir)[-1]["step"]
+    refused = run("train/main.py", "--config", str(config), status=2)
+    assert "--resume" in refused
+
+
+def test_extract_is_the_same_for_any_number_of_processes_and_after_a_kill(
+    tiny_target, extracted, tmp_path
+):
+    whole = Path(load_config(extracted).run_dir)
+    names = sorted(p.relative_to(whole) for p in whole.glob("**/shard-*.safetensors"))
+    assert len(names) >= 4
+    config = write_config(tmp_path / "config.yaml", tiny_target)
+    for delay in (6.0, 8.0):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+             "extract/main.py", "--config", str(config)],
+            cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    run("extract/main.py", "--config", str(config))
+    for name in names:
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes(), name
+    run("extract/main.py", "--config", str(config), "--verify")
+
+
+def test_damage_is_named(extracted, tmp_path):
+    config = copy_run(extracted, tmp_path)
+    run_dir = Path(load_config(config).run_dir)
+    shard = sorted((run_dir / "states").glob("shard-*.safetensors"))[0]
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-100])
+    assert shard.name in run("train/main.py", "--config", str(config), status=2)
+    assert shard.name in run("extract/main.py", "--config", str(config), "--verify", status=2)
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert shard.name in run("extract/main.py", "--config", str(config), "--verify", status=2)
+    run("extract/main.py", "--config", str(config))  # the shard is made again
+    assert shard.read_bytes() == good
+
+
+def test_states_of_another_target_are_refused(extracted, tmp_path):
+    other = make_target(tmp_path / "other", seed=5)
+    config = copy_run(extracted, tmp_path / "copy")
+    raw = yaml.safe_load(config.read_text())
+    raw["target"]["path"] = str(other)
+    config.write_text(yaml.safe_dump(raw))
+    out = run("extract/main.py", "--config", str(config), status=2)
+    assert "target" in out and "extract again" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": {"path": "/does/not/exist"}}, "does not exist"),
+        ({"target": {"path": None, "package": "no-such-package"}}, "pip install"),
+        ({"drafter": {"target_layer_ids": [1, 6]}}, "has 6 layers"),
+        ({"drafter": {"mask_token_id": 320}}, "320 rows"),
+        ({"drafter": {"mask_token_id": 5}}, "real text"),
+        ({"data": {"prompts": ["nowhere.jsonl"]}}, "nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_any_model_is_loaded(
+    tiny_target, tmp_path, change, message
+):
+    config = write_config(tmp_path / "config.yaml", tiny_target, **change)
+    assert message in run("extract/main.py", "--config", str(config), status=2)
+
+
+def test_a_tokenizer_without_a_template_and_an_empty_prompt_file(tiny_target, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_target, bare)
+    (bare / "chat_template.jinja").unlink()
+    config = write_config(tmp_path / "config.yaml", bare)
+    assert "chat_template_file" in run("extract/main.py", "--config", str(config), status=2)
+    template = tmp_path / "t.jinja"
+    template.write_text((tiny_target / "chat_template.jinja").read_text())
+    run(
+        "extract/main.py",
+        "--config",
+        str(config),
+        "--set",
+        f"target.chat_template_file={template}",
+        "--dry-run",
+    )
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    out = run("extract/main.py", "--config", str(config), "--set", f"target.chat_template_file={template}",
+              "--set", f"data.prompts=[{empty}]", status=2)  # fmt: skip
+    assert "empty" in out
+
+
+def test_five_mistakes_in_a_config_are_five_lines(tiny_target, tmp_path):
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny_target,
+        train={"learnig_rate": 1, "epochs": "six", "anchors": -1},
+        eval={"budget": [1]},
+        drafter={"block_size": 1},
+    )
+    out = run("train/main.py", "--config", str(config), status=2)
+    assert "5 mistakes" in out and "train.learning_rate" in out and "eval.budgets" in out
+
+
+def test_disk_that_is_too_small_is_refused_before_the_first_forward(
+    tiny_target, tmp_path, monkeypatch
+):
+    from configs.load import UserError
+    from configs.provenance import free_space_check
+
+    with pytest.raises(UserError, match="GiB"):
+        free_space_check(tmp_path, 1 << 60, "writing states")

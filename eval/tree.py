@@ -9,8 +9,9 @@ prefix-closed: it is a tree, hung under the last accepted token (node 0, outside
 The order of prefixes is total, so every tree here is deterministic:
 
 1. heavier first, where a log-weight is the correctly rounded sum (`math.fsum`) of the
-   log-marginals, which are normalised in the logits' precision (at least float32): prefixes that use the same marginals in another order tie exactly, which they
-   would not if the sum ran left to right;
+   log-marginals, which are normalised in the logits' precision (at least float32): prefixes that
+   use the same marginals in another order tie exactly, which they would not if the sum ran left to
+   right;
 2. then shallower first, which keeps a parent before a child of equal weight;
 3. then lexicographic by rank, where a slot ranks its tokens by logit, highest first, and equal
    logits by lowest token id. Rank 0 is the argmax. Low-precision logits do tie, so this matters.

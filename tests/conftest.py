@@ -136,9 +136,6 @@ def write_config(path: Path, target_folder: Path, **sections: dict[str, Any]) ->
         "tracking": {"wandb": "disabled"},
     }
     for name, values in sections.items():
-        if isinstance(values, dict):
-            config.setdefault(name, {}).update(values)
-        else:
-            config[name] = values
+        config.setdefault(name, {}).update(values)
     path.write_text(yaml.safe_dump(config))
     return path

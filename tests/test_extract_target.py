@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,8 @@ def test_growing_cache_equals_transformers_own_and_keeps_chosen_rows(target):
 
     g = torch.Generator().manual_seed(4)
     ours, theirs = new_cache(target.config), DynamicCache(config=target.config)
+    layer: Any = ours.layers[0]
+    reference: Any = theirs.layers[0]
     assert all(isinstance(layer, GrowingLayer) for layer in ours.layers)
     for size in (5, 1, 1, 90, 3):
         ids = torch.randint(5, 250, (2, size), generator=g)
@@ -199,7 +202,7 @@ def test_growing_cache_equals_transformers_own_and_keeps_chosen_rows(target):
             b = target.decoder(ids, **cache_argument(target.decoder, theirs)).last_hidden_state
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     ours.batch_select_indices(torch.tensor([1]))
-    layer, whole = ours.layers[0], theirs.layers[0].keys[1:]
+    whole = reference.keys[1:]
     assert torch.equal(layer.keys, whole)
     layer.keep(50, torch.tensor([52, 60, 99]))
     assert torch.equal(layer.keys, torch.cat([whole[:, :, :50], whole[:, :, [52, 60, 99]]], 2))

@@ -135,7 +135,8 @@ class DFlashDrafter(nn.Module):
         """
         c = self.hidden_norm(self.fc(features))
         rope = self.rotary(c, positions)
-        return [layer.self_attn.keys_values(c, rope) for layer in self.layers]
+        layers: Any = self.layers
+        return [layer.self_attn.keys_values(c, rope) for layer in layers]
 
     def slots(
         self,

@@ -207,7 +207,15 @@ def test_zero_stages_give_the_losses_of_plain_training(extracted, tmp_path, stag
         extracted, tmp_path / "plain", max_steps=5, epochs=9, max_length=48, batch_size=2
     )
     run("train/main.py", "--config", str(plain))
-    cut = copy_run(extracted, tmp_path / "zero", max_steps=5, epochs=9, max_length=48, batch_size=1)
+    cut = copy_run(
+        extracted,
+        tmp_path / "zero",
+        max_steps=5,
+        epochs=9,
+        max_length=48,
+        batch_size=1,
+        gradient_accumulation_steps=2,
+    )
     out = launch(
         "train/main.py",
         "--config",
@@ -215,7 +223,7 @@ def test_zero_stages_give_the_losses_of_plain_training(extracted, tmp_path, stag
         processes=2,
         config_file=f"configs/accelerate/zero{stage}.yaml",
     )
-    assert f"DeepSpeed ZeRO-{stage}" in out and "2 processes = 2 rows" in out
+    assert f"DeepSpeed ZeRO-{stage}" in out and "2 processes = 4 rows" in out
     a, b = gradients(cut), gradients(plain)
     for x, y in zip(a, b, strict=True):
         assert abs(x["loss"] - y["loss"]) < 1e-4 * y["loss"], (x, y)
@@ -224,6 +232,26 @@ def test_zero_stages_give_the_losses_of_plain_training(extracted, tmp_path, stag
     )
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=2e-2, atol=2e-3, msg=name)
+
+
+def test_every_objective_trains_end_to_end(tiny_target, tmp_path):
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny_target,
+        extract={"store_last_hidden": True},
+        train={"max_steps": 40, "epochs": 40},
+    )
+    run("extract/main.py", "--config", str(config))
+    for name, options in {
+        "kl": ["train.distillation=1.0"],
+        "mixed": ["train.distillation=0.5", "train.optimizer=muon"],
+        "sampled": ["train.head_tokens=64", "drafter.init_from=target"],
+    }.items():
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        sets = [x for o in (*options, f"run_dir={tmp_path / name}") for x in ("--set", o)]
+        run("train/main.py", "--config", str(config), *sets)
+        lines = metrics(tmp_path / name)
+        assert lines[-1]["loss"] < 0.8 * lines[0]["loss"], name
 
 
 @pytest.mark.parametrize("how", ["plain", "zero2"])

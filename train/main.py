@@ -147,13 +147,13 @@ def train(
         )
         loss_head = sampled.at(step) if sampled else head
         scale = accelerator.num_processes * options.gradient_accumulation_steps / weight
-        sums = torch.zeros(3 + 3 * config.drafter.block_size, dtype=torch.float64, device=device)
+        sums = torch.zeros(4 + 3 * config.drafter.block_size, dtype=torch.float64, device=device)
         for part in micro:
             with accelerator.accumulate(model):
                 hidden = run_drafter(model, accelerator.unwrap_model(model), head, part)
                 numerator, correct = loss_of(hidden, loss_head, part, config)
                 accelerator.backward(numerator * scale.float())
-                sums += step_sums(numerator, part, correct)
+                sums[:-1] += step_sums(numerator, part, correct)
                 if accelerator.sync_gradients:
                     norm = gradient_norm(accelerator, model, options.max_grad_norm)
                 if accelerator.distributed_type != DistributedType.DEEPSPEED:
@@ -161,7 +161,7 @@ def train(
                         require_finite(numerator, norm, micro, step)
                     optimizer.step()
                     optimizer.zero_grad()
-        sums[-1] = stop.requested
+        sums[-1] = stop.requested  # any rank's signal stops all of them
         sums = accelerator.reduce(sums, "sum")
         require_finite(sums[0], norm, micro, step)
 
@@ -203,7 +203,7 @@ def train(
             f"next: python eval/main.py --config {config_file} --checkpoint all --mode replay"
         )
     accelerator.end_training()
-    return 0 if finished else 128 + stop.number
+    return 0 if finished else 128 + (stop.number or signal.SIGTERM)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -283,8 +283,9 @@ def loss_of(
 
 
 def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:
-    """What is added over micro-batches, ranks and steps before anything is divided: numerator, weight, tokens,
-    then per slot position: supervised, correct, blocks whose first k slots are all correct; last a stop flag."""
+    """What is added over micro-batches, ranks and steps before anything is divided, [3 + 3B]: numerator, weight, tokens;
+    per slot 0..B-1 how many are supervised and how many of them correct; blocks; per slot 1..B-1 how many blocks are
+    correct up to it. A block that a turn's end cuts short ends there, it is not wrong (field bug F18)."""
     leading = (correct | ~part.supervised)[:, :, 1:].long().cumprod(2).bool() & part.supervised[
         :, :, 1:
     ]
@@ -334,7 +335,7 @@ class Window:
         """The metrics.jsonl line. `tau_proxy` is the mean over drawn anchors of 1 + leading correct drafts: an
         estimate, because decoding visits other anchors than the drawn ones (eval has the real tau)."""
         assert self.sums is not None
-        numerator, weight, tokens, *rest = self.sums.tolist()
+        numerator, weight, tokens, *rest = self.sums[:-1].tolist()
         supervised, correct = rest[:block], rest[block : 2 * block]
         blocks, leading = rest[2 * block], rest[2 * block + 1 : 3 * block]
         seconds = time.perf_counter() - self.started

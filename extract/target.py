@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -385,7 +386,10 @@ def pick_device(name: str) -> torch.device:
 def load_target(config: TargetConfig, *, dtype: str | None = None) -> Target:
     """Load the target's weights in `dtype` (default: target.dtype)."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a bar in a log file is a mile of carriage returns
     location = unpack_gguf(locate(config))
     tokenizer = load_tokenizer(config, location)
     if config.trust_remote_code:

@@ -114,6 +114,7 @@ def save_head(head: TargetHead, folder: Path, dtype: torch.dtype) -> dict[str, s
         temporary,
         metadata={"scale": repr(head.scale), "soft_cap": json.dumps(head.soft_cap)},
     )
+    temporary.chmod(0o644)  # safetensors leaves it to its owner alone
     with temporary.open("rb+") as f:
         os.fsync(f.fileno())
     temporary.replace(folder / FILE)

@@ -22,6 +22,9 @@ def save_drafter(
     assert set(state) == names, f"weights to save differ from the drafter's: {set(state) ^ names}"
     tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in state.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(
+        0o644
+    )  # safetensors leaves it to its owner alone; eval jobs read it too
     (folder / "config.json").write_text(
         json.dumps(checkpoint_config(model, dtype), indent=2) + "\n"
     )

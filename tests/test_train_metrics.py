@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from train.batches import Batch
-from train.main import Prepared, Window, step_sums
+from train.log import Window
+from train.step import Prepared, step_sums
 
 
 def prepared(supervised: list[list[bool]]) -> Prepared:

@@ -1,0 +1,63 @@
+"""What a logged step says: sums over steps, micro-batches and ranks, divided once."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Window:
+    """Sums since the last logged step."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.started = time.perf_counter()
+        self.data_seconds = 0.0
+
+    def add(self, sums: Tensor) -> None:
+        self.sums = sums.clone() if self.sums is None else self.sums + sums
+
+    def line(self, step: int, epoch: int, lr: float, norm: float, block: int) -> dict[str, Any]:
+        """The metrics.jsonl line. `tau_proxy` is the mean over drawn anchors of 1 + leading correct drafts: an
+        estimate, because decoding visits other anchors than the drawn ones (eval has the real tau)."""
+        assert self.sums is not None
+        numerator, weight, tokens, *rest = self.sums[:-1].tolist()
+        supervised, correct = rest[:block], rest[block : 2 * block]
+        blocks, leading = rest[2 * block], rest[2 * block + 1 : 3 * block]
+        seconds = time.perf_counter() - self.started
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _peak_rss()
+        return {
+            "step": step,
+            "epoch": epoch,
+            "tokens": int(tokens),
+            "loss": numerator / max(weight, 1e-9),
+            "accuracy": sum(correct) / max(sum(supervised), 1),
+            "accuracy_at_position": [
+                c / max(s, 1) for c, s in zip(correct[1:], supervised[1:], strict=True)
+            ],
+            "tau_proxy": 1 + sum(leading) / max(blocks, 1),
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_second": tokens / seconds,
+            "slots_per_second": sum(supervised) / seconds,
+            "data_wait": self.data_seconds / seconds,
+            "seconds": seconds,
+            "peak_memory_bytes": peak,
+        }
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def terminal_line(line: dict[str, Any], total: int) -> str:
+    return (
+        f"step {line['step']}/{total} epoch {line['epoch']} loss {line['loss']:.4f} acc {line['accuracy']:.3f} "
+        f"tau~{line['tau_proxy']:.2f} lr {line['lr']:.2e} norm {line['grad_norm']:.2f} "
+        f"{line['tokens_per_second']:.0f} tok/s {line['slots_per_second']:.0f} slots/s "
+        f"mem {line['peak_memory_bytes'] / 2**30:.1f}G"
+    )

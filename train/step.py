@@ -1,0 +1,129 @@
+"""One micro-step: blocks laid out, drafter run, loss taken, everything summed that the log divides later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from configs.load import UserError
+from configs.schema import Config
+from extract.head import TargetHead
+from train.batches import Batch
+from train.blocks import block_mask, block_targets, choose_anchors, slot_inputs, valid_anchors
+from train.drafter import FULL, SLIDING, DFlashDrafter
+from train.loss import drafter_loss, slot_weights
+from train.sampling import StepHead
+
+
+@dataclass
+class Prepared:
+    """A micro-batch with its blocks laid out. A anchors a row, B block size, S = A*B."""
+
+    batch: Batch
+    anchors: Tensor  # [R, A]
+    targets: Tensor  # [R, A, B]
+    supervised: Tensor  # [R, A, B]
+    weights: Tensor  # [R, A, B] float32
+
+
+def prepare(batch: Batch, anchors: int, block_size: int, gamma: float) -> Prepared:
+    chosen = choose_anchors(valid_anchors(batch.loss_mask, batch.document), batch.priority, anchors)
+    targets, supervised = block_targets(
+        batch.input_ids, batch.loss_mask, batch.document, chosen, block_size
+    )
+    return Prepared(batch, chosen, targets, supervised, slot_weights(supervised, gamma))
+
+
+def run_drafter(engine: Any, drafter: DFlashDrafter, head: TargetHead, part: Prepared) -> Tensor:
+    """Final hidden states of all slots, [R, S, H]. `engine` is the (wrapped) drafter."""
+    batch, shape, config = part.batch, drafter.shape, drafter.config
+    ids, positions = slot_inputs(
+        batch.input_ids, batch.position, part.anchors, shape.block_size, shape.mask_token_id
+    )
+    masks: dict[str, Tensor | None] = {}
+    for kind in set(config.layer_types):
+        sliding = kind == SLIDING
+        masks[kind] = block_mask(
+            batch.document,
+            batch.position,
+            part.anchors,
+            shape.block_size,
+            window=config.sliding_window if sliding else None,
+            causal=sliding and shape.causal_sliding,
+        )
+    assert set(masks) <= {FULL, SLIDING}
+    dtype = (
+        drafter.autocast or torch.float32
+    )  # the residual stream is in the arithmetic's precision
+    features, embeddings = batch.features.to(dtype), head.embed(ids).to(dtype)
+    out: Tensor = engine(features, batch.position, embeddings, positions, masks)
+    return out
+
+
+def loss_of(
+    hidden: Tensor, head: TargetHead | StepHead, part: Prepared, config: Config
+) -> tuple[Tensor, Tensor]:
+    """(sum of weighted losses, correct [R, A, B] bool). Only supervised slots reach the head."""
+    keep = part.supervised.flatten()
+    picked = hidden.reshape(-1, hidden.shape[-1])[keep]
+    teacher = None
+    if part.batch.last_hidden is not None:
+        rows = torch.arange(len(part.anchors), device=keep.device)[:, None, None]
+        offsets = torch.arange(part.targets.shape[2], device=keep.device)
+        before = (part.anchors.clamp(min=0)[:, :, None] + offsets - 1).clamp(
+            0, part.batch.input_ids.shape[1] - 1
+        )
+        teacher = part.batch.last_hidden[rows, before].flatten(0, 2)[keep].to(head.weight.dtype)
+    numerator, _, correct = drafter_loss(
+        picked,
+        head,
+        part.targets.flatten()[keep],
+        part.weights.flatten()[keep],
+        teacher=teacher,
+        share=config.train.distillation,
+        chunk=config.train.loss_chunk,
+    )
+    out = torch.zeros_like(part.supervised)
+    out.view(-1)[keep] = correct
+    return numerator, out
+
+
+def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:
+    """What is added over micro-batches, ranks and steps before anything is divided, [3 + 3B]: numerator, weight, tokens;
+    per slot 0..B-1 how many are supervised and how many of them correct; blocks; per slot 1..B-1 how many blocks are
+    correct up to it. A block that a turn's end cuts short ends there, it is not wrong (field bug F18)."""
+    leading = (correct | ~part.supervised)[:, :, 1:].long().cumprod(2).bool() & part.supervised[
+        :, :, 1:
+    ]
+    blocks = (part.anchors >= 0).sum()
+    per_slot = [part.supervised.sum((0, 1)), correct.sum((0, 1)), leading.sum((0, 1))]
+    flat = torch.cat(
+        [p.double() for p in per_slot[:2]] + [blocks.double()[None], per_slot[2].double()]
+    )
+    tokens = (part.batch.document >= 0).sum().double()
+    head = torch.stack([numerator.detach().double(), part.weights.sum().double(), tokens])
+    return torch.cat([head, flat])
+
+
+def gradient_norm(accelerator: Accelerator, model: Any, limit: float) -> Tensor:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return torch.tensor(float(model.get_global_grad_norm() or 0.0))  # DeepSpeed clips by itself
+    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+    assert norm is not None
+    return norm
+
+
+def require_finite(loss: Tensor, norm: Tensor, micro: Sequence[Prepared], step: int) -> None:
+    if not (torch.isfinite(loss) and torch.isfinite(torch.as_tensor(norm))):
+        ids = [i for part in micro for i in part.batch.sample_ids]
+        raise UserError(
+            f"step {step + 1} gave loss {float(loss):.3g} and gradient norm {float(norm):.3g}; this rank's samples: "
+            f"{', '.join(ids[:8])}{' ...' if len(ids) > 8 else ''}; the last checkpoint is untouched; lower "
+            "train.learning_rate or check the samples with extract/main.py --verify"
+        )

@@ -15,29 +15,24 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
 from configs.provenance import FolderLock, file_sha256, provenance
 from configs.schema import Config
-from eval.decode import Decoded, decode, propose_chain, propose_tree
-from eval.metrics import Answer, repetition_rate, summarize
-from eval.replay import replay
+from eval.decode import Decoded
+from eval.live import live_sets
+from eval.replay import replay_sets
 from eval.report import invalid_rows, latest_results, read_results, terminal_table, write_report
 from eval.track import log_results
-from extract.head import TargetHead, load_head
+from extract.head import load_head
 from extract.manifest import Manifest, require
-from extract.regenerate import decode_batch
 from extract.shards import ShardReader
-from extract.target import DTYPES, Target, load_target, pick_device
+from extract.target import DTYPES, load_target, pick_device
 from train.checkpoint import complete_checkpoints, find_checkpoint, step_of
 from train.drafter import DFlashDrafter
 from train.layout import load_drafter
-
-# An answer is called degenerate when more than this share of its 8-grams occurred before.
-REPETITIVE = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -176,151 +171,6 @@ def load(
             vocab_size=drafter.config.vocab_size,
         )
     return drafter.to(device).eval().requires_grad_(False)
-
-
-def replay_sets(
-    config: Config, drafter: DFlashDrafter, head: TargetHead, sets: dict[str, ShardReader]
-) -> list[dict[str, Any]]:
-    """A row per data set and decoder."""
-    rows = []
-    for name, reader in sets.items():
-        answers: dict[int | None, list[Answer]] = {key: [] for key in (None, *config.eval.budgets)}
-        repetitive = 0
-        for sample in (reader[i] for i in range(len(reader))):
-            spoken = sample.input_ids[-int(sample.loss_mask.sum()) :].tolist()
-            repetitive += repetition_rate(spoken) > REPETITIVE
-            for key, got in replay(drafter, head, sample, config.eval.budgets).items():
-                size = drafter.block_size - 1 if key is None else key
-                answers[key].append(
-                    Answer(
-                        prompt_id=sample.id,
-                        committed=tuple(got.committed),
-                        accepted=tuple(got.accepted),
-                        tokens=got.tokens,
-                        seconds=None,
-                        drafted=size * len(got.committed),
-                    )
-                )
-        rows += [
-            summarize(
-                got,
-                dataset=name,
-                decoder="dflash" if key is None else "ddtree",
-                budget=key,
-                temperature=0.0,
-                block_size=drafter.block_size,
-                lossless=None,
-                repetitive_answers=repetitive,
-            ).as_dict()
-            for key, got in answers.items()
-        ]
-    return rows
-
-
-def live_sets(
-    config: Config,
-    target: Target,
-    drafter: DFlashDrafter,
-    head: TargetHead,
-    sets: dict[str, ShardReader],
-    reference: dict[str, list[Decoded]],
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of plain, chain and tree decoding, and what the comparison of their answers found."""
-    options = config.eval
-    rows: list[dict[str, Any]] = []
-    compared = mismatches = 0
-    for name, reader in sets.items():
-        samples = [reader[i] for i in range(min(len(reader), options.live_prompts or len(reader)))]
-        prompts = [
-            s.input_ids[: len(s.input_ids) - int(s.loss_mask.sum())].tolist() for s in samples
-        ]
-        if name not in reference:
-            decode_batch(target, prompts[:1], 4)  # warm-up
-            reference[name] = [plain(target, p, config) for p in prompts]
-        plain_answers = [to_answer(s.id, d) for s, d in zip(samples, reference[name], strict=True)]
-        repetitive = sum(repetition_rate(d.tokens) > REPETITIVE for d in reference[name])
-        base: dict[str, Any] = {
-            "dataset": name,
-            "temperature": options.temperature,
-            "block_size": drafter.block_size,
-        }
-        rows.append(
-            summarize(
-                plain_answers, decoder="autoregressive", budget=None, lossless=True,
-                repetitive_answers=repetitive, **base,
-            ).as_dict()
-        )  # fmt: skip
-        for budget in (None, *options.budgets):
-            propose = propose_chain if budget is None else propose_tree(budget)
-            decode(target, drafter, head, prompts[0], propose, max_new_tokens=8)  # warm-up
-            decoded = [
-                decode(
-                    target,
-                    drafter,
-                    head,
-                    prompt,
-                    propose,
-                    max_new_tokens=options.max_new_tokens,
-                    temperature=options.temperature,
-                    generator=torch.Generator(target.device).manual_seed(config.seed + i),
-                )
-                for i, prompt in enumerate(prompts)
-            ]
-            lossless = None
-            if options.temperature == 0:
-                same = [a.tokens == b.tokens for a, b in zip(decoded, reference[name], strict=True)]
-                lossless = all(same)
-                compared += sum(len(d.tokens) for d in reference[name])
-                mismatches += same.count(False)
-            rows.append(
-                summarize(
-                    [to_answer(s.id, d) for s, d in zip(samples, decoded, strict=True)],
-                    decoder="dflash" if budget is None else "ddtree",
-                    budget=budget,
-                    lossless=lossless,
-                    baseline=plain_answers,
-                    repetitive_answers=repetitive,
-                    **base,
-                ).as_dict()
-            )
-    check = {
-        "contract": "greedy text equals plain greedy decoding, token for token",
-        "dtype": options.dtype,
-        "compared_tokens": compared,
-        "answers_that_differ": mismatches,
-    }
-    return rows, check
-
-
-def plain(target: Target, prompt: list[int], config: Config) -> Decoded:
-    """Plain autoregressive decoding through transformers' own masks: the reference. Times exclude the prefill."""
-    options = config.eval
-    generator = torch.Generator(target.device).manual_seed(config.seed)
-    started = time.perf_counter()
-    decode_batch(target, [prompt], 1)
-    prefill = time.perf_counter() - started
-    started = time.perf_counter()
-    tokens, _ = decode_batch(
-        target,
-        [prompt],
-        options.max_new_tokens,
-        temperature=options.temperature,
-        generator=generator,
-    )[0]
-    out = Decoded(tokens=tokens)
-    out.seconds["verify"] = max(time.perf_counter() - started - prefill, 0.0)
-    return out
-
-
-def to_answer(prompt_id: str, decoded: Decoded) -> Answer:
-    return Answer(
-        prompt_id=prompt_id,
-        committed=tuple(decoded.committed),
-        accepted=tuple(decoded.accepted),
-        tokens=len(decoded.tokens),
-        seconds=sum(decoded.seconds.values()),
-        drafted=decoded.drafted,
-    )
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ SHORT_ROUNDS = 3
 
 RESAMPLES = 2000
 
+# An answer is called degenerate when more than this share of its 8-grams occurred before.
+REPETITIVE = 0.5
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.schema import Config
+from eval.metrics import REPETITIVE, Answer, repetition_rate, summarize
 from eval.tree import tree_accepted_lengths
 from extract.head import TargetHead
-from extract.shards import Sample
-from train.blocks import block_mask, slot_inputs
-from train.drafter import SLIDING, DFlashDrafter
+from extract.shards import Sample, ShardReader
+from train.blocks import layer_masks, slot_inputs
+from train.drafter import DFlashDrafter
 
 # Blocks drafted in one forward: bounds the memory of a long answer, changes no number.
 BLOCKS = 256
@@ -39,7 +42,7 @@ def draft_everywhere(
 ) -> Tensor:
     """Logits [m, B-1, V] of the blocks anchored at each of the tokens first..T-1 of a sample (m = T - first)."""
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-    shape, config = drafter.shape, drafter.config
+    shape = drafter.shape
     length = len(sample.input_ids)
     ids = sample.input_ids.long().to(device)[None]
     position = torch.arange(length, device=device)[None]
@@ -51,17 +54,7 @@ def draft_everywhere(
         tokens, positions = slot_inputs(
             ids, position, anchors, shape.block_size, shape.mask_token_id
         )
-        masks: dict[str, Tensor | None] = {
-            kind: block_mask(
-                document,
-                position,
-                anchors,
-                shape.block_size,
-                window=config.sliding_window if kind == SLIDING else None,
-                causal=kind == SLIDING and shape.causal_sliding,
-            )
-            for kind in set(config.layer_types)
-        }
+        masks = layer_masks(drafter, document, position, anchors)
         hidden = drafter.slots(head.embed(tokens).to(dtype), positions, context, masks)
         hidden = hidden.view(anchors.shape[1], shape.block_size, -1)[:, 1:]
         out.append(head.logits(hidden))
@@ -105,3 +98,42 @@ def walk_answer(accepted: Sequence[int]) -> Replayed:
         rounds.append(min(accepted[position] + 1, left))
         position += accepted[position] + 1
     return Replayed(rounds, taken, len(accepted))
+
+
+def replay_sets(
+    config: Config, drafter: DFlashDrafter, head: TargetHead, sets: dict[str, ShardReader]
+) -> list[dict[str, Any]]:
+    """A row per data set and decoder."""
+    rows = []
+    for name, reader in sets.items():
+        answers: dict[int | None, list[Answer]] = {key: [] for key in (None, *config.eval.budgets)}
+        repetitive = 0
+        for sample in (reader[i] for i in range(len(reader))):
+            spoken = sample.input_ids[-int(sample.loss_mask.sum()) :].tolist()
+            repetitive += repetition_rate(spoken) > REPETITIVE
+            for key, got in replay(drafter, head, sample, config.eval.budgets).items():
+                size = drafter.block_size - 1 if key is None else key
+                answers[key].append(
+                    Answer(
+                        prompt_id=sample.id,
+                        committed=tuple(got.committed),
+                        accepted=tuple(got.accepted),
+                        tokens=got.tokens,
+                        seconds=None,
+                        drafted=size * len(got.committed),
+                    )
+                )
+        rows += [
+            summarize(
+                got,
+                dataset=name,
+                decoder="dflash" if key is None else "ddtree",
+                budget=key,
+                temperature=0.0,
+                block_size=drafter.block_size,
+                lossless=None,
+                repetitive_answers=repetitive,
+            ).as_dict()
+            for key, got in answers.items()
+        ]
+    return rows

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -132,9 +132,7 @@ def load_head(
             embedding = f.get_tensor("embedding")
             weight = f.get_tensor("weight") if "weight" in names else embedding
             bias = f.get_tensor("bias") if "bias" in names else None
-    except (
-        Exception
-    ) as error:  # safetensors raises its own error class for damage, OSError for absence
+    except (SafetensorError, OSError, KeyError) as error:
         raise UserError(
             f"cannot read {file} ({error}); run extract again, it rewrites the file"
         ) from error

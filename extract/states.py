@@ -20,7 +20,7 @@ from extract.target import DTYPES, Target
 
 
 def probe(target: Target, taps: Sequence[int], ids: Sequence[int]) -> None:
-    """Prove on one sequence that the taps are what design.md 2 says they are; AssertionError is a bug of ours.
+    """Prove on one sequence that the taps are what design.md 2 says they are. UserError when not.
 
     Each tap must equal transformers' own hidden state of that layer (the entry after the last block is post-norm, so a
     tap of the last block is compared through the final norm, which is `last_hidden`), and `last_hidden` must give the

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.drafter import SLIDING, DFlashDrafter
+
 
 def anchor_priority(seed: int, epoch: int, sample: int, length: int) -> np.ndarray:
     """A random number per token, [length]: the anchors of a row are its valid positions of highest priority.
@@ -121,3 +123,21 @@ def block_mask(
         own &= slot[None, :] <= slot[:, None]
     own = own[None].expand(rows, -1, -1)
     return torch.cat([context.reshape(rows, count * block_size, length), own], dim=2)[:, None]
+
+
+def layer_masks(
+    drafter: DFlashDrafter, document: Tensor, position: Tensor, anchors: Tensor
+) -> dict[str, Tensor | None]:
+    """The mask of every kind of layer that this drafter has, for `DFlashDrafter.slots`."""
+    config, shape = drafter.config, drafter.shape
+    return {
+        kind: block_mask(
+            document,
+            position,
+            anchors,
+            shape.block_size,
+            window=config.sliding_window if kind == SLIDING else None,
+            causal=kind == SLIDING and shape.causal_sliding,
+        )
+        for kind in set(config.layer_types)
+    }

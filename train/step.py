@@ -15,8 +15,8 @@ from configs.load import UserError
 from configs.schema import Config
 from extract.head import TargetHead
 from train.batches import Batch
-from train.blocks import block_mask, block_targets, choose_anchors, slot_inputs, valid_anchors
-from train.drafter import FULL, SLIDING, DFlashDrafter
+from train.blocks import block_targets, choose_anchors, layer_masks, slot_inputs, valid_anchors
+from train.drafter import DFlashDrafter
 from train.loss import drafter_loss, slot_weights
 from train.sampling import StepHead
 
@@ -42,25 +42,12 @@ def prepare(batch: Batch, anchors: int, block_size: int, gamma: float) -> Prepar
 
 def run_drafter(engine: Any, drafter: DFlashDrafter, head: TargetHead, part: Prepared) -> Tensor:
     """Final hidden states of all slots, [R, S, H]. `engine` is the (wrapped) drafter."""
-    batch, shape, config = part.batch, drafter.shape, drafter.config
+    batch, shape = part.batch, drafter.shape
     ids, positions = slot_inputs(
         batch.input_ids, batch.position, part.anchors, shape.block_size, shape.mask_token_id
     )
-    masks: dict[str, Tensor | None] = {}
-    for kind in set(config.layer_types):
-        sliding = kind == SLIDING
-        masks[kind] = block_mask(
-            batch.document,
-            batch.position,
-            part.anchors,
-            shape.block_size,
-            window=config.sliding_window if sliding else None,
-            causal=sliding and shape.causal_sliding,
-        )
-    assert set(masks) <= {FULL, SLIDING}
-    dtype = (
-        drafter.autocast or torch.float32
-    )  # the residual stream is in the arithmetic's precision
+    masks = layer_masks(drafter, batch.document, batch.position, part.anchors)
+    dtype = drafter.autocast or torch.float32  # of the arithmetic, the residual stream included
     features, embeddings = batch.features.to(dtype), head.embed(ids).to(dtype)
     out: Tensor = engine(features, batch.position, embeddings, positions, masks)
     return out

@@ -206,7 +206,11 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Acceptance length of every checkpoint."""
 
-    prompts: tuple[str, ...] = Field((), description="Held-out sets, one row of the report each.")
+    prompts: tuple[str, ...] = Field(
+        (),
+        description="Held-out sets, one row of the report each: files, hub data sets, or benchmarks by "
+        "name (docs/benchmarks.md).",
+    )
     max_prompts: int | None = Field(None, gt=0, description="Per set.")
     live_prompts: int | None = Field(
         None, gt=0, description="Per set, in live mode, which runs the target; unset: all."

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from configs.load import add_arguments, config_from_args, main_guard
+from configs.load import UserError, add_arguments, config_from_args, main_guard, resolve_input
 from configs.provenance import FolderLock, open_run_dir
 from configs.schema import Config
+from extract.benchmarks import BENCHMARKS, table
 from extract.manifest import read_manifest
 from extract.prompts import Chat, Renderer, Report, load_chats
 from extract.regenerate import decode_batch
@@ -43,7 +44,10 @@ from extract.target import (
 def main(argv: Sequence[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(
         description="Answer the prompts with the target and store its hidden states.",
-        epilog="example: python extract/main.py --config configs/smollm2-demo.yaml --dry-run",
+        epilog="example: python extract/main.py --config configs/smollm2-demo.yaml --dry-run\n\n"
+        "eval.prompts takes files, hub data sets and these benchmarks (docs/benchmarks.md):\n"
+        + table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
     mode = parser.add_mutually_exclusive_group()
@@ -61,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return verify_run(run_dir)
 
     # Everything a person can have wrong is looked at before the weights are loaded.
+    refuse_shared_sources(config.data.prompts, config.eval.prompts)
     location = unpack_gguf(locate(config.target))
     tokenizer = load_tokenizer(config.target, location)
     spec = inspect(location, load_model_config(config.target, location), tokenizer, config.drafter)
@@ -106,6 +111,32 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if rank == 0:
         print(f"next: accelerate launch train/main.py --config {args.config}")
     return None
+
+
+def refuse_shared_sources(training: Sequence[str], held_out: Sequence[str]) -> None:
+    """UserError for a set that is trained on and held out, and for two held-out sets of one name."""
+
+    def source(name: str) -> object:
+        path = resolve_input(name, None)
+        if path is not None and path.is_file():
+            return path.resolve()
+        if name in BENCHMARKS:
+            return BENCHMARKS[name].dataset, BENCHMARKS[name].split
+        dataset, _, split = name.partition(":")
+        return dataset, split or "train"
+
+    trained, called = {source(name): name for name in training}, dict[str, str]()
+    for name in held_out:
+        if source(name) in trained:
+            raise UserError(
+                f"{name} of eval.prompts is also trained on, as {trained[source(name)]} of data.prompts; "
+                "take it out of one of them"
+            )
+        if (stem := Path(name).stem) in called:
+            raise UserError(
+                f"{called[stem]} and {name} of eval.prompts would both be called {stem}; rename one"
+            )
+        called[stem] = name
 
 
 def warn_contamination(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError
 
 from configs.load import REPOSITORY, UserError, resolve_input
+from extract.benchmarks import BENCHMARKS, find, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +88,7 @@ class Report:
 def load_chats(
     names: Sequence[str], *, max_samples: int | None = None, config_file: Path | None = None
 ) -> tuple[list[Chat], Report]:
-    """Read chats from files (JSONL, JSON list, Parquet) and hub data sets (NAME:SPLIT, or train).
+    """Read chats from files (JSONL, JSON list, Parquet), benchmarks, and hub data sets (NAME:SPLIT, or train).
 
     A row holds "messages" (OpenAI), "conversations" (ShareGPT), "turns" (the user's texts), or one text in "prompt",
     "question" or "instruction" (+ "input"); the first that it has counts. "id" is optional. Unusable rows are dropped
@@ -134,6 +135,9 @@ def _open(name: str, config_file: Path | None) -> tuple[str, Iterator[tuple[int,
     path = resolve_input(name, config_file)
     dataset, _, split = name.partition(":")
     kind = (path or Path(dataset)).suffix.lower()
+    if name in BENCHMARKS and not (path and path.is_file()):
+        file = find(name)
+        return name, iter(sample([*_read_json(file, str(file))], BENCHMARKS[name].count))
     if path is None:
         missing = f"{name} is not a file in {Path.cwd()} or in the checkout {REPOSITORY}"
         if kind in FILE_KINDS or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):

@@ -440,9 +440,9 @@ def test_hub_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"question": f"{path} {split}"}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    chats, _ = load_chats(["gsm8k", "org/my.set_1:test", "gsm8k:test"])
-    assert [chat.id for chat in chats] == ["gsm8k-1", "my.set_1-test-1", "gsm8k-test-1"]
-    assert asked == [("gsm8k", "train"), ("org/my.set_1", "test"), ("gsm8k", "test")]
+    chats, _ = load_chats(["squad", "org/my.set_1:test", "squad:test"])
+    assert [chat.id for chat in chats] == ["squad-1", "my.set_1-test-1", "squad-test-1"]
+    assert asked == [("squad", "train"), ("org/my.set_1", "test"), ("squad", "test")]
     assert chats[1].source == "org/my.set_1:test"
     with pytest.raises(UserError) as error:
         load_chats(["org/gone"])

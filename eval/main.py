@@ -2,10 +2,12 @@
 
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint all --mode replay
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live
+    python eval/main.py --config configs/smollm2-demo.yaml --self-test
 
 `replay` computes acceptance from the stored states of the target's own greedy answers, without the target, for DFlash and
 every tree budget at once. `live` decodes with the target: plain, DFlash, DDTree, same prompts, and compares every answer
-with plain decoding token by token.
+with plain decoding token by token. `--self-test` proves on the target itself, in the precision of `eval.dtype`, that
+drafts leave no trace; live decoding starts with a short form of it.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from eval.decode import Decoded
 from eval.live import live_sets
 from eval.replay import replay_sets
 from eval.report import invalid_rows, latest_results, read_results, terminal_table, write_report
+from eval.selftest import describe, self_test, test_prompt
 from eval.track import log_results
 from extract.head import load_head
 from extract.manifest import Manifest, require
 from extract.shards import ShardReader
-from extract.target import DTYPES, load_target, pick_device
+from extract.target import DTYPES, Target, load_target, pick_device
 from train.checkpoint import complete_checkpoints, find_checkpoint, step_of
 from train.drafter import DFlashDrafter
 from train.layout import load_drafter
@@ -48,8 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     parser.add_argument(
         "--again", action="store_true", help="evaluate checkpoints that have results already"
     )
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="no checkpoint: check that decoding on this target is lossless",
+    )
     args = parser.parse_args(argv)
     config = config_from_args(args)
+    if args.self_test:
+        return run_self_test(config)
     run_dir = Path(config.run_dir)
     if not config.eval.prompts:
         raise UserError("eval.prompts names no held-out set; add at least one")
@@ -73,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     )
     target = load_target(config.target, dtype=config.eval.dtype) if args.mode == "live" else None
     reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
+    if target is not None:
+        require_lossless(target, config)
     failed = False
     with FolderLock(run_dir, f"eval-{args.mode}"):
         for folder in folders:
@@ -110,6 +122,31 @@ def main(argv: Sequence[str] | None = None) -> int | None:
                 print(f"error: {row}", file=sys.stderr)
                 failed = True
     return 1 if failed else None
+
+
+def run_self_test(config: Config) -> int:
+    """Status 1 when a check fails."""
+    target = load_target(config.target, dtype=config.eval.dtype)
+    print(f"{target.label}, {config.eval.dtype}: {describe(target)}", flush=True)
+    checks = self_test(target, test_prompt(target, config))
+    print("\n".join(map(str, checks)))
+    passed = all(check.passed for check in checks)
+    print(
+        "lossless" if passed else "NOT lossless: no acceptance length of this target can be trusted"
+    )
+    return 0 if passed else 1
+
+
+def require_lossless(target: Target, config: Config) -> None:
+    """UserError when a short self-test fails."""
+    checks = self_test(
+        target, test_prompt(target, config), nodes=16, rounds=5, depth=6, new_tokens=12
+    )
+    if failed := [str(check) for check in checks if not check.passed]:
+        raise UserError(
+            f"decoding on {target.label} in {config.eval.dtype} is not lossless ({'; '.join(failed)}); "
+            "`eval/main.py --self-test` shows all checks, please report it"
+        )
 
 
 def results_folder(run_dir: Path, checkpoint: Path, mode: str) -> Path:

@@ -1,25 +1,37 @@
 """Verification is a transaction: `verify` scores a draft tree and changes nothing, `commit` makes a path the past.
 
-One forward of the target scores all nodes. Node i stands at position past + depth(i) and attends to the past and to its
-ancestors only, so its logits are those of a plain forward over its root path. Node 0 (the last accepted token, not yet
-in the cache) is always on the path.
+One forward of the target scores all nodes. Node i stands at position past + depth(i) and sees the past and its own
+ancestors only, so its logits are those of a plain forward over its root path. Node 0 (the last accepted token, not yet in
+the cache) is always on the path. The prompt goes through the same code: a chain, committed whole.
 
-Full-attention targets: keys and values of the nodes are appended for the forward; `commit` gathers the accepted rows and
-drops the rest. A target with any other kind of layer is refused by name, never run wrong.
+- Full attention: the nodes' keys and values are appended for the forward; `commit` gathers the accepted rows.
+- Sliding attention: the same, and the mask keeps the window, measured in positions.
+- Gated DeltaNet: eval.gated_delta in place of the layer's own forward.
+
+A target with any other kind of layer is refused by name, never run wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from configs.load import UserError
-from eval.tree import Tree
-from extract.cache import GrowingLayer, cache_argument, new_cache
+from eval.gated_delta import PROJECTIONS, GatedDelta, Shape
+from eval.tree import Tree, chain_tree
+from extract.cache import GrowingLayer, cache_argument
 from extract.target import Target, record_taps
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+# Prompt tokens of one forward: the tree form of the delta rule costs their square.
+CHUNK = 512
 
 
 class Verifier:
@@ -27,15 +39,18 @@ class Verifier:
 
     def __init__(self, target: Target, taps: Sequence[int]) -> None:
         self.target, self.taps = target, tuple(taps)
-        self.cache = new_cache(target.config)
-        others = sorted(
-            {type(x).__name__ for x in self.cache.layers if not isinstance(x, GrowingLayer)}
-        )
-        if others or not self.cache.layers:
-            raise UserError(
-                f"{target.label} has layers whose state is kept as {', '.join(others) or 'an unknown cache'}; "
-                "only full-attention targets can be verified losslessly so far"
-            )
+        self.kinds = layer_kinds(target)
+        self.window: int | None = getattr(target.config, "sliding_window", None)
+        self.cache = DynamicCache(config=target.config)
+        self.cache.layers = [
+            layer if kind == LINEAR else GrowingLayer()
+            for kind, layer in zip(self.kinds, self.cache.layers, strict=True)
+        ]
+        self.attention = [x for x in self.cache.layers if isinstance(x, GrowingLayer)]
+        layers: Any = target.layers
+        self.recurrent = [
+            GatedDelta(layers[i].linear_attn) for i, kind in enumerate(self.kinds) if kind == LINEAR
+        ]
         self.past = 0
         self.pending = 0  # nodes of an open transaction
 
@@ -43,66 +58,121 @@ class Verifier:
     def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The prompt becomes the past. Returns (logits [V] after its last token, features [T, F])."""
         assert self.past == 0, "prefill comes first"
-        ids = torch.tensor([list(prompt)], device=self.target.device)
-        logits, features = self._forward(ids, None, last_only=True)
-        self.past = len(prompt)
-        return logits[-1], features
+        ids = torch.tensor(list(prompt), device=self.target.device)
+        features = []
+        for chunk in ids.split(CHUNK):
+            hidden, part = self._forward(chain_tree(chunk[1:], int(chunk[0])))
+            features.append(part)
+            self.commit(range(len(chunk)))
+        return self.target.logits(hidden[-1]), torch.cat(features)
 
     @torch.inference_mode()
     def verify(self, tree: Tree) -> tuple[Tensor, Tensor]:
         """Score the nodes: (logits [n, V], features [n, F]). The past stays what it was."""
         self.rollback()
-        device, n = self.target.device, len(tree.tokens)
-        mask = torch.ones(n, self.past + n, dtype=torch.bool, device=device)
-        mask[:, self.past :] = tree.ancestor_mask()
-        # additive, because `eager` adds what it is given and `sdpa` takes either form
-        blocked = torch.finfo(self.target.dtype).min
-        additive = torch.zeros(mask.shape, dtype=self.target.dtype, device=device).masked_fill_(
-            ~mask, blocked
-        )
-        out = self._forward(
-            tree.tokens[None].to(device),
-            additive[None, None],
-            positions=self.past + tree.depths[None].to(device),
-        )
-        self.pending = n
-        return out
+        hidden, features = self._forward(tree)
+        return self.target.logits(hidden), features
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Make these nodes of the last verified tree, root first, the past; the other nodes are forgotten."""
         assert self.pending and path[0] == 0, "commit follows verify, and the root is on every path"
-        rows = self.past + torch.tensor(list(path), device=self.target.device)
-        for layer in self.cache.layers:
-            assert isinstance(layer, GrowingLayer)
-            layer.keep(self.past, rows)
+        rows = self.past + torch.tensor(list(path))
+        for layer in self.attention:
+            assert layer.keys is not None
+            layer.keep(self.past, rows.to(layer.keys.device))
+        for recurrent in self.recurrent:
+            recurrent.commit(path)
         self.past += len(path)
         self.pending = 0
 
     def rollback(self) -> None:
         """Forget an open transaction."""
         if self.pending:
-            for layer in self.cache.layers:
-                assert isinstance(layer, DynamicLayer)
+            for layer in self.attention:
                 layer.crop(-self.pending)
+            for recurrent in self.recurrent:
+                recurrent.pending = None
             self.pending = 0
 
-    def _forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        *,
-        positions: Tensor | None = None,
-        last_only: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        target = self.target
-        with record_taps(target.layers, self.taps) as recorded:
-            hidden = target.decoder(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
+    def _forward(self, tree: Tree) -> tuple[Tensor, Tensor]:
+        """Final hidden states [n, H] and features [n, F] of the nodes, which stay pending."""
+        target, device = self.target, self.target.device
+        ancestors = tree.ancestor_mask().to(device)
+        depths = tree.depths.to(device)
+        shape = Shape(tree.parents.to(device), ancestors)
+        with record_taps(target.layers, self.taps) as recorded, self._delta_rule_on(shape):
+            out = target.decoder(
+                input_ids=tree.tokens[None].to(device),
+                attention_mask=self._masks(ancestors, depths),
+                position_ids=self.past + depths[None],
                 **cache_argument(target.decoder, self.cache),
-            ).last_hidden_state[0]
-        return target.logits(hidden[-1:] if last_only else hidden), recorded.features(
-            target.device
-        )[0]
+            )
+        self.pending = len(depths)
+        return out.last_hidden_state[0], recorded.features(device)[0]
+
+    def _masks(self, ancestors: Tensor, depths: Tensor) -> Tensor | dict[str, Tensor | None]:
+        """What each kind of layer sees: a mask for all of them, or one by kind where the target mixes kinds."""
+        masks: dict[str, Tensor | None] = {}
+        for kind in dict.fromkeys(self.kinds):
+            masks[kind] = None if kind == LINEAR else self._mask(ancestors, depths, kind)
+        return masks if len(masks) > 1 else next(iter(masks.values()))  # type: ignore[return-value]
+
+    def _mask(self, ancestors: Tensor, depths: Tensor, kind: str) -> Tensor:
+        """[1, 1, n, past + n], additive: `eager` adds what it is given, and `sdpa` takes either form."""
+        past = torch.arange(self.past, device=depths.device)
+        sees = torch.cat(
+            [past.new_ones(len(depths), self.past, dtype=torch.bool), ancestors], dim=1
+        )
+        if kind == SLIDING:
+            at = self.past + depths
+            sees &= at[:, None] - torch.cat([past, at])[None, :] < self.window
+        blocked = torch.finfo(self.target.dtype).min
+        additive = torch.zeros(sees.shape, dtype=self.target.dtype, device=depths.device)
+        return additive.masked_fill_(~sees, blocked)[None, None]
+
+    @contextmanager
+    def _delta_rule_on(self, shape: Shape) -> Iterator[None]:
+        """Gated-DeltaNet layers run along the tree while this is open."""
+        replaced = []
+        try:
+            for recurrent in self.recurrent:
+                module = recurrent.module
+                replaced.append((module, module.__dict__.get("forward")))
+                module.forward = partial(_run, recurrent, shape)
+            yield
+        finally:
+            for module, own in replaced:
+                if own is None:  # the class's
+                    del module.forward
+                else:  # an instance's: accelerate hooks its modules this way
+                    module.forward = own
+
+
+def _run(recurrent: GatedDelta, shape: Shape, hidden_states: Tensor, **_: Any) -> Tensor:
+    """What the decoder layer calls: the cache and the masks that it passes are not the tree's."""
+    device = hidden_states.device
+    here = Shape(shape.parents.to(device), shape.ancestors.to(device))
+    return recurrent.forward(here, hidden_states)
+
+
+def layer_kinds(target: Target) -> tuple[str, ...]:
+    """The kind of every layer. UserError names a kind that cannot be verified losslessly."""
+    config, layers = target.config, list(target.layers)
+    uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
+    kinds = tuple(getattr(config, "layer_types", None) or [uniform] * len(layers))
+    foreign = {kind for kind in kinds if kind not in (FULL, SLIDING, LINEAR)}
+    for kind, layer in zip(kinds, layers, strict=True):
+        mixer = type(getattr(layer, "linear_attn" if kind == LINEAR else "self_attn", None))
+        if mixer is type(None) or (kind == LINEAR and mixer.__name__ not in PROJECTIONS):
+            foreign.add(f"{kind} in {type(layer).__name__}")
+    if foreign:
+        raise UserError(
+            f"{target.label} has layers of the kind {', '.join(sorted(foreign))}; lossless verification knows "
+            f"full and sliding attention and the Gated DeltaNet of {', '.join(PROJECTIONS)}"
+        )
+    if any(p.is_meta for layer in layers for p in layer.parameters()):
+        raise UserError(
+            f"{target.label} is partly offloaded; live decoding needs all of its layers in memory"
+        )
+    return kinds

@@ -90,7 +90,8 @@ def test_overfit_one_sequence_reaches_the_block_size(tiny_target, tmp_path):
         data={"prompts": [str(write_prompts(tmp_path / "one.jsonl", QUESTIONS[:1]))], "max_new_tokens": 40},
         train={"batch_size": 1, "anchors": 48, "max_steps": 250, "epochs": 250, "learning_rate": 5e-3,
                "log_every": 50, "max_length": 80},
-        eval={"prompts": [str(tmp_path / "one.jsonl")], "max_new_tokens": 40, "budgets": [3, 8]},
+        eval={"prompts": [str(write_prompts(tmp_path / "same.jsonl", QUESTIONS[:1]))], "max_new_tokens": 40,
+              "budgets": [3, 8]},
     )  # fmt: skip
     run("extract/main.py", "--config", str(config))
     run("train/main.py", "--config", str(config))

@@ -32,10 +32,8 @@ from extract.target import Target
 
 MARGIN = 0.5  # logits, for bfloat16
 TIMES = 5  # logits may differ by this many times the target's own rounding
-ROUNDING = {
-    torch.bfloat16: 0.04,
-    torch.float32: 2e-5,
-}  # which is at least this share of the largest logit
+# ... which is at least this share of the largest logit
+ROUNDING = {torch.bfloat16: 0.04, torch.float32: 5e-5}
 
 
 @dataclass

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from transformers import (
-    LogitsProcessorList,
+    LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -58,8 +58,8 @@ class Sampler:
         return not self.settings
 
     @cached_property
-    def processors(self) -> LogitsProcessorList:
-        out = LogitsProcessorList()
+    def processors(self) -> list[LogitsProcessor]:
+        out: list[LogitsProcessor] = []
         if self.repetition_penalty != 1:
             out.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         if self.temperature not in (0, 1):
@@ -74,7 +74,10 @@ class Sampler:
 
     def scores(self, logits: Tensor, prefixes: Tensor) -> Tensor:
         """Processed logits [n, V], float32 as in `generate`. prefixes: int64 [n, T], prompt and answer up to each row."""
-        return self.processors(prefixes, logits.float())  # type: ignore[arg-type]
+        scores = logits.float()
+        for process in self.processors:
+            scores = process(prefixes, scores)  # type: ignore[arg-type]
+        return scores
 
     def choose(
         self,

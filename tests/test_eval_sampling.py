@@ -39,11 +39,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-BOTH = list(FAMILIES)
-VERIFIED = [
-    "dense",
-    pytest.param("gdn", marks=pytest.mark.xfail(raises=UserError, reason="not verified yet")),
-]
 SETTINGS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},
     {"temperature": 0.8, "top_p": 0.85},
@@ -51,12 +46,16 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "min_p": 0.1},
     {"temperature": 0.7, "top_k": 8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.8},
 ]
-PROPOSALS = {"chain": propose_chain, "tree 5": propose_tree(5), "tree 40": propose_tree(40)}
-PROMPTS = [[5, 3, 9], [7], [1, 1, 4, 10, 6, 8, 3], [0, 11], [9, 8, 7, 5]]
+PROPOSALS = {"chain": propose_chain, "tree": propose_tree(40)}
+PROMPTS = [[5, 3, 9], [7], [1, 1, 4, 10, 6, 8, 3], [0, 11]]
+NOT_YET = pytest.mark.xfail(raises=UserError, reason="the verifier refuses recurrent layers")
 
 
-def name(settings: dict[str, Any]) -> str:
-    return ",".join(settings)
+def cases(*gdn_marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Every setting on the dense target; on the slower recurrent one all of them at once."""
+    pairs = [pytest.param("dense", s, id=f"dense-{','.join(s)}") for s in SETTINGS]
+    gdn = pytest.param("gdn", SETTINGS[-1], id="gdn", marks=gdn_marks)
+    return pytest.mark.parametrize(("target", "settings"), [*pairs, gdn], indirect=["target"])
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         family=family,
         layers=3,
         vocab_size=VOCABULARY,
-        initializer_range=0.25,
+        initializer_range=0.12,
         **settings,
     )
     return load_target(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
@@ -107,25 +106,37 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def generated(target: Target, seed: int, settings: dict[str, Any], limit: int) -> list[int]:
+    """The answer to one of the prompts, which is also the seed."""
     prompt = PROMPTS[seed]
     torch.manual_seed(seed)
     out = generate(target, [prompt], settings, max_new_tokens=limit).sequences[0]
     return out[len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=name)
-@pytest.mark.parametrize("target", BOTH, indirect=True)
+@cases()
 def test_plain_answers_are_those_of_generate_in_any_company(target, settings):
     """Rows of one batch: each has its own prompt, its own length and its own draws."""
     generators = [seeded(i) for i in range(len(PROMPTS))]
-    answers = decode_batch(target, PROMPTS, 20, sampler=Sampler(**settings), generators=generators)
-    expected = [generated(target, i, settings, 20) for i in range(len(PROMPTS))]
+    answers = decode_batch(target, PROMPTS, 16, sampler=Sampler(**settings), generators=generators)
+    expected = [generated(target, i, settings, 16) for i in range(len(PROMPTS))]
     assert [ids for ids, _ in answers] == expected
     assert len({tuple(x) for x in expected}) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=name)
-@pytest.mark.parametrize("target", VERIFIED, indirect=True)
+def informed(propose: eval.decode.Propose, answer: list[int]) -> eval.decode.Propose:
+    """Drafts that are often right: what follows the root elsewhere in the answer is made likelier."""
+
+    def inner(logits: Tensor, root: int) -> Tree:
+        logits = logits.clone()
+        for at in (i for i, token in enumerate(answer) if token == root):
+            for slot, token in enumerate(answer[at + 1 : at + 1 + len(logits)]):
+                logits[slot, token] += 2
+        return propose(logits, root)
+
+    return inner
+
+
+@cases(NOT_YET)
 def test_live_answers_are_those_of_generate(target, drafter, settings):
     """Every committed token is one draw with its own prefix, so equal draws give equal texts, whatever was drafted."""
     accepted: dict[str, Counter[int]] = {key: Counter() for key in PROPOSALS}
@@ -137,23 +148,23 @@ def test_live_answers_are_those_of_generate(target, drafter, settings):
                 drafter,
                 head_of(target),
                 prompt,
-                propose,
+                informed(propose, expected),
                 max_new_tokens=24,
                 sampler=Sampler(**settings),
                 generator=seeded(seed),
             )
             assert got.tokens == expected, (key, seed)
             accepted[key].update(got.accepted)
-    print(accepted)
-    assert max(accepted["tree 40"]) >= 2, f"accepted {accepted}: the test has seen too little"
-    assert all(len(seen) > 1 for seen in accepted.values()), accepted
+    for seen in accepted.values():
+        assert len(seen) >= 2 and max(seen) >= 2, (
+            f"accepted {accepted}: the test has seen too little"
+        )
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=name)
-@pytest.mark.parametrize("target", VERIFIED, indirect=True)
+@cases(NOT_YET)
 def test_each_node_is_drawn_from_what_generate_would_draw_from(target, settings, monkeypatch):
     prompt, sampler = PROMPTS[2], Sampler(**settings)
-    tree = build_tree(torch.randn(3, VOCABULARY, generator=seeded(4)), 6, 15)
+    tree = build_tree(torch.randn(3, VOCABULARY, generator=seeded(4)), 6, 12)
     verifier = Verifier(target, (0, 2))
     verifier.prefill(prompt)
     logits, _ = verifier.verify(tree)
@@ -287,16 +298,31 @@ def answers(
     draws: int,
 ) -> Counter[tuple[int, ...]]:
     sampler, generator = Sampler(**settings), seeded(11)
-    one = lambda: decode(  # noqa: E731
-        target, drafter, head, PROMPTS[0], propose, max_new_tokens=3, sampler=sampler, generator=generator
-    )  # fmt: skip
-    return Counter(tuple(one().tokens) for _ in range(draws))
+    return Counter(
+        tuple(
+            decode(
+                target,
+                drafter,
+                head,
+                PROMPTS[0],
+                propose,
+                max_new_tokens=3,
+                sampler=sampler,
+                generator=generator,
+            ).tokens
+        )
+        for _ in range(draws)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS[1:], ids=name)
-@pytest.mark.parametrize("decoder", ["chain", "tree 5"])
-@pytest.mark.parametrize("target", BOTH, indirect=True)
+@pytest.mark.parametrize(
+    ("target", "settings"),
+    [("dense", SETTINGS[1]), ("dense", SETTINGS[-1]), ("gdn", SETTINGS[2])],
+    ids=["dense-top_p", "dense-all", "gdn-top_k"],
+    indirect=["target"],
+)
+@pytest.mark.parametrize("decoder", PROPOSALS)
 def test_20000_answers_are_distributed_as_plain_sampling(
     target, drafter, decoder, settings, monkeypatch
 ):
@@ -309,8 +335,8 @@ def test_20000_answers_are_distributed_as_plain_sampling(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", ["chain", "tree 40"])
-@pytest.mark.parametrize("target", VERIFIED, indirect=True)
+@pytest.mark.parametrize("decoder", PROPOSALS)
+@pytest.mark.parametrize("target", ["dense", pytest.param("gdn", marks=NOT_YET)], indirect=True)
 def test_1500_verified_answers_are_distributed_as_plain_sampling(target, drafter, decoder):
     settings = SETTINGS[2]
     counts = answers(target, drafter, head_of(target), PROPOSALS[decoder], settings, 1500)

@@ -318,8 +318,8 @@ def answers(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "settings"),
-    [("dense", SETTINGS[1]), ("dense", SETTINGS[-1]), ("gdn", SETTINGS[2])],
-    ids=["dense-top_p", "dense-all", "gdn-top_k"],
+    [("dense", SETTINGS[-1]), ("gdn", SETTINGS[2])],
+    ids=["dense", "gdn"],
     indirect=["target"],
 )
 @pytest.mark.parametrize("decoder", PROPOSALS)
@@ -337,9 +337,9 @@ def test_20000_answers_are_distributed_as_plain_sampling(
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", PROPOSALS)
 @pytest.mark.parametrize("target", ["dense", pytest.param("gdn", marks=NOT_YET)], indirect=True)
-def test_1500_verified_answers_are_distributed_as_plain_sampling(target, drafter, decoder):
+def test_1000_verified_answers_are_distributed_as_plain_sampling(target, drafter, decoder):
     settings = SETTINGS[2]
-    counts = answers(target, drafter, head_of(target), PROPOSALS[decoder], settings, 1500)
+    counts = answers(target, drafter, head_of(target), PROPOSALS[decoder], settings, 1000)
     assert surprise(counts, exact(target, PROMPTS[0], settings, 3)) < UNLIKELY
 
 

@@ -76,7 +76,7 @@ class Sampler:
         """Processed logits [n, V], float32 as in `generate`. prefixes: int64 [n, T], prompt and answer up to each row."""
         scores = logits.float()
         for process in self.processors:
-            scores = process(prefixes, scores)  # type: ignore[arg-type]
+            scores = process(prefixes, scores)
         return scores
 
     def choose(

@@ -217,7 +217,27 @@ class EvalConfig(Section):
     )
     budgets: tuple[int, ...] = Field((16, 64, 256), description="Tree nodes of DDTree.")
     max_new_tokens: int = Field(512, gt=0)
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, description="Of live decoding; 0 is greedy.")
+    top_k: int | None = Field(
+        None, gt=0, description="Sample from the k most likely tokens only; unset: off."
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Sample from the fewest tokens that hold this probability; unset: off.",
+    )
+    min_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Leave out tokens less likely than this share of the likeliest one; unset: off.",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Of every token in prompt and answer, as in transformers; also with greedy. 1 is off.",
+    )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Of target and drafter; float32 makes losslessness exact."
     )
@@ -229,6 +249,17 @@ class EvalConfig(Section):
             raise ValueError(
                 f"eval.budgets must be increasing positive counts, got {list(self.budgets)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sampling(self) -> EvalConfig:
+        for name in ("top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and self.temperature == 0:
+                raise ValueError(
+                    f"eval.{name}={value} has no effect with eval.temperature=0, which is greedy; "
+                    f"set a temperature or remove {name}"
+                )
         return self
 
 

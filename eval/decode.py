@@ -1,7 +1,9 @@
 """The live loop: draft, verify, commit, until the answer ends.
 
 One loop for every decoder; they differ in the tree they propose. It knows nothing about layer types, and what it
-returns is what plain decoding would have written (greedy: token for token; sampled: in distribution).
+returns is what plain decoding would have written. Greedy: token for token. Sampled: the tree is fixed before the first
+draw, and each token is one draw from the target's distribution after the text before it. So the answers are distributed
+as those of plain sampling, and with the same generator they are the same, as far as rounding lets them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from eval.tree import Tree, build_tree, chain_tree
 from eval.verify import Verifier
 from extract.cache import GrowingLayer
+from extract.choose import GREEDY, Sampler
 from extract.head import TargetHead
 from extract.target import Target
 from train.drafter import FULL, DFlashDrafter
@@ -103,26 +106,28 @@ def decode(
     propose: Propose,
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
+    sampler: Sampler = GREEDY,
     generator: torch.Generator | None = None,
 ) -> Decoded:
-    """Answer one prompt. The first token comes from the prefill and belongs to no round."""
+    """Answer one prompt. The first token comes from the prefill and belongs to no round.
+
+    `generator` lies on the target's device; None is torch's global one.
+    """
     stop = target.stop_ids
     verifier = Verifier(target, drafter.shape.target_layer_ids)
     drafting = Drafting(drafter, head)
     logits, features = verifier.prefill(prompt)
     drafting.append(features)
-    out = Decoded(tokens=[int(choose(logits[None], temperature, generator)[0])])
+    prefix = torch.tensor([list(prompt)], device=logits.device)
+    out = Decoded(tokens=[int(sampler.choose(logits[None], prefix, [generator]))])
     while out.tokens[-1] not in stop and len(out.tokens) < max_new_tokens:
         started = time.perf_counter()
         draft = drafting.draft(out.tokens[-1])
         drafted = time.perf_counter()
-        tree = propose(draft / temperature if temperature > 0 else draft, out.tokens[-1])
+        tree = propose(draft if sampler.greedy else draft / sampler.temperature, out.tokens[-1])
         built = time.perf_counter()
         node_logits, node_features = verifier.verify(tree)
-        wanted = choose(node_logits, temperature, generator)
-        path = tree.walk(wanted.to(tree.tokens.device))
-        new = [int(tree.tokens[i]) for i in path[1:]] + [int(wanted[path[-1]])]
+        path, new = walk(tree, node_logits, sampler, [*prompt, *out.tokens], generator)
         verified = time.perf_counter()
         verifier.commit(path)
         drafting.append(node_features[path])
@@ -144,10 +149,30 @@ def decode(
     return out
 
 
-def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """The target's own next token after each node, [n, V] -> [n]: argmax (lowest id wins), or one draw a node."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[
-        :, 0
-    ]
+def walk(
+    tree: Tree,
+    logits: Tensor,
+    sampler: Sampler,
+    text: Sequence[int],
+    generator: torch.Generator | None,
+) -> tuple[list[int], list[int]]:
+    """The nodes that the target's own choices visit, root first, and those choices, one after each node.
+
+    logits [n, V] of the nodes; text: prompt and answer so far, the root's token last. A visited node takes one draw with
+    its own prefix, and nothing is drawn for the others. The last choice is no child: the bonus token.
+    """
+    if sampler.plain:  # no draws and no prefixes: one argmax serves all nodes
+        wanted = logits.argmax(-1)
+        path = tree.walk(wanted.to(tree.tokens.device))
+        return path, wanted[path].tolist()
+    children = tree.children()
+    path, chosen = [0], list[int]()
+    prefix = torch.tensor([list(text)], device=logits.device)
+    while True:
+        token = sampler.choose(logits[path[-1]][None], prefix, [generator])
+        chosen.append(int(token))
+        child = children[path[-1]].get(chosen[-1])
+        if child is None:
+            return path, chosen
+        path.append(child)
+        prefix = torch.cat([prefix, token[None]], dim=1)

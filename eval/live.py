@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from configs.schema import Config
 from eval.decode import Decoded, decode, propose_chain, propose_tree
 from eval.metrics import REPETITIVE, Answer, repetition_rate, summarize
+from extract.choose import Sampler
 from extract.head import TargetHead
 from extract.regenerate import decode_batch
 from extract.shards import ShardReader
@@ -24,9 +26,9 @@ def live_sets(
     head: TargetHead,
     sets: dict[str, ShardReader],
     reference: dict[str, list[Decoded]],
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of plain, chain and tree decoding, and what the comparison of their answers found."""
-    options = config.eval
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Rows of plain, chain and tree decoding, and what the comparison of their greedy answers found."""
+    options, sampler = config.eval, Sampler.of(config.eval)
     rows: list[dict[str, Any]] = []
     compared = mismatches = 0
     for name, reader in sets.items():
@@ -36,7 +38,9 @@ def live_sets(
         ]
         if name not in reference:
             decode_batch(target, prompts[:1], 4)  # warm-up
-            reference[name] = [plain(target, p, config) for p in prompts]
+            reference[name] = [
+                plain(target, p, config, seeded(config, target, i)) for i, p in enumerate(prompts)
+            ]
         plain_answers = [to_answer(s.id, d) for s, d in zip(samples, reference[name], strict=True)]
         repetitive = sum(repetition_rate(d.tokens) > REPETITIVE for d in reference[name])
         base: dict[str, Any] = {
@@ -52,22 +56,18 @@ def live_sets(
         )  # fmt: skip
         for budget in (None, *options.budgets):
             propose = propose_chain if budget is None else propose_tree(budget)
-            decode(target, drafter, head, prompts[0], propose, max_new_tokens=8)  # warm-up
+            answer = partial(decode, target, drafter, head, propose=propose, sampler=sampler)
+            answer(prompts[0], max_new_tokens=8)  # warm-up
             decoded = [
-                decode(
-                    target,
-                    drafter,
-                    head,
+                answer(
                     prompt,
-                    propose,
                     max_new_tokens=options.max_new_tokens,
-                    temperature=options.temperature,
-                    generator=torch.Generator(target.device).manual_seed(config.seed + i),
+                    generator=seeded(config, target, i),
                 )
                 for i, prompt in enumerate(prompts)
             ]
             lossless = None
-            if options.temperature == 0:
+            if sampler.greedy:
                 same = [a.tokens == b.tokens for a, b in zip(decoded, reference[name], strict=True)]
                 lossless = all(same)
                 compared += sum(len(d.tokens) for d in reference[name])
@@ -89,13 +89,17 @@ def live_sets(
         "compared_tokens": compared,
         "answers_that_differ": mismatches,
     }
-    return rows, check
+    return rows, check if sampler.greedy else None
 
 
-def plain(target: Target, prompt: list[int], config: Config) -> Decoded:
+def seeded(config: Config, target: Target, prompt: int) -> torch.Generator:
+    """The draws of this prompt, the same for every decoder: all of them take one draw a token, so the texts are close."""
+    return torch.Generator(target.device).manual_seed(config.seed + prompt)
+
+
+def plain(target: Target, prompt: list[int], config: Config, generator: torch.Generator) -> Decoded:
     """Plain autoregressive decoding through transformers' own masks: the reference. Times exclude the prefill."""
-    options = config.eval
-    generator = torch.Generator(target.device).manual_seed(config.seed)
+    options, sampler = config.eval, Sampler.of(config.eval)
     started = time.perf_counter()
     decode_batch(target, [prompt], 1)
     prefill = time.perf_counter() - started
@@ -104,8 +108,8 @@ def plain(target: Target, prompt: list[int], config: Config) -> Decoded:
         target,
         [prompt],
         options.max_new_tokens,
-        temperature=options.temperature,
-        generator=generator,
+        sampler=sampler,
+        generators=[generator],
     )[0]
     out = Decoded(tokens=tokens)
     out.seconds["verify"] = max(time.perf_counter() - started - prefill, 0.0)

@@ -5,9 +5,9 @@
     python eval/main.py --config configs/smollm2-demo.yaml --self-test
 
 `replay` computes acceptance from the stored states of the target's own greedy answers, without the target, for DFlash and
-every tree budget at once. `live` decodes with the target: plain, DFlash, DDTree, same prompts, and compares every answer
-with plain decoding token by token. `--self-test` proves on the target itself, in the precision of `eval.dtype`, that
-drafts leave no trace; live decoding starts with a short form of it.
+every tree budget at once. `live` decodes with the target: plain, DFlash, DDTree, same prompts, and compares every greedy
+answer with plain decoding token by token; eval.temperature and its kin apply to it. `--self-test` proves on the target
+itself, in the precision of eval.dtype, that drafts leave no trace; live decoding starts with a short form of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
 from configs.provenance import FolderLock, file_sha256, provenance
-from configs.schema import Config
+from configs.schema import Config, EvalConfig
 from eval.decode import Decoded
 from eval.live import live_sets
 from eval.replay import replay_sets
 from eval.report import invalid_rows, latest_results, read_results, terminal_table, write_report
 from eval.selftest import describe, self_test, test_prompt
 from eval.track import log_results
+from extract.choose import Sampler
 from extract.head import load_head
 from extract.manifest import Manifest, require
 from extract.shards import ShardReader
@@ -82,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         run_dir / "eval-sets" / next(iter(sets)) / "states", device=device, dtype=dtype
     )
     target = load_target(config.target, dtype=config.eval.dtype) if args.mode == "live" else None
+    notes = sampling_notes(config.eval, args.mode)
+    for note in notes:
+        print(note)
     reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
     if target is not None:
         require_lossless(target, config)
@@ -111,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
                 "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
                 "rows": rows,
                 "lossless_check": check,
+                "notes": notes,
             }
             history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
             write_report(out, results, history)
@@ -162,6 +167,16 @@ def evaluated(results: Path, checkpoint: Path) -> bool:
         return False
     found: str = read_results(file)["checkpoint"]["fingerprint"]
     return found == fingerprint_of(checkpoint)
+
+
+def sampling_notes(options: EvalConfig, mode: str) -> list[str]:
+    """What a reader must know of the sampling settings, in one line; nothing under plain greedy decoding."""
+    settings = ", ".join(f"eval.{k}={v:g}" for k, v in Sampler.of(options).settings.items())
+    if not settings:
+        return []
+    if mode == "live":
+        return [f"Every decoder picks its tokens with {settings}."]
+    return [f"Replay measures plain greedy decoding; {settings} applies to live mode only."]
 
 
 def step_number(checkpoint: Path) -> int | None:

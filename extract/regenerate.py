@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from configs.provenance import atomic_write_text, fingerprint
 from extract.cache import cache_argument, new_cache
+from extract.choose import GREEDY, Sampler
 from extract.prompts import Chat, Message, Renderer, Row, UnmaskableChat, user_turns
 from extract.target import Target
 
@@ -35,18 +35,20 @@ def decode_batch(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     *,
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
+    sampler: Sampler = GREEDY,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> list[tuple[list[int], Reason]]:
     """Plain autoregressive decoding of a batch, padded on the left; finished rows leave the batch.
 
-    Greedy at temperature 0 (lowest id wins a tie), else sampled from softmax(logits / temperature).
+    With a generator for each prompt, a sampled answer does not depend on the prompts beside it.
     Returns for each prompt its new tokens, the stop token included, and why it ended.
     """
     device, stop = target.device, target.stop_ids
-    pad = next(iter(stop), 0)
     longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
+    # A row is padded with its own first token: the mask hides it from the target, and the repetition penalty, which
+    # counts a token once, reads nothing new.
+    ids = torch.tensor([p[:1] * (longest - len(p)) + p for p in prompts], device=device)
+    text = ids
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     mask = torch.arange(longest, device=device)[None, :] >= longest - lengths[:, None]
     position = (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -59,7 +61,9 @@ def decode_batch(
         hidden = target.decoder(
             input_ids=ids, attention_mask=mask.long(), position_ids=position, **cache_kwargs
         ).last_hidden_state[:, -1]
-        tokens = _choose(target.logits(hidden), temperature, generator)
+        tokens = sampler.choose(
+            target.logits(hidden), text, [generators[row] for row in alive] if generators else None
+        )
         for row, token in zip(alive, tokens.tolist(), strict=True):
             # a row that has ended stays in the batch until the next compaction; what it says is not recorded
             if not (answers[row] and answers[row][-1] in stop):
@@ -75,19 +79,11 @@ def decode_batch(
             cache.reorder_cache(
                 keep
             )  # selects batch rows in every kind of layer, recurrent ones too
-            ids, position, mask = ids[keep], position[keep], mask[keep]
+            ids, position, mask, text = ids[keep], position[keep], mask[keep], text[keep]
             alive = [alive[i] for i in going]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+        text = torch.cat([text, ids], dim=1)
     return [(a, "stop" if a[-1] in stop else "length") for a in answers]
-
-
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """[B, V] -> [B]. torch.argmax returns the first (lowest) index of equal values on CPU and CUDA."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[
-        :, 0
-    ]
 
 
 def regenerate(

@@ -14,6 +14,7 @@ import torch
 from configs.load import UserError
 from configs.provenance import fingerprint
 from configs.schema import Config
+from extract.choose import Sampler
 from extract.manifest import Answers, Manifest, TargetInfo, Totals, read_manifest, require
 from extract.plan import plan
 from extract.prompts import (
@@ -169,13 +170,15 @@ class Stage:
             return rows
 
         def decode(prompts: Sequence[list[int]], seed: int) -> list[tuple[list[int], Reason]]:
-            generator = torch.Generator(target.device).manual_seed(seed)
             return decode_batch(
                 target,
                 prompts,
                 answers.max_new_tokens,
-                temperature=answers.temperature,
-                generator=generator,
+                sampler=Sampler(answers.temperature),
+                generators=[
+                    torch.Generator(target.device).manual_seed(seed + i)
+                    for i in range(len(prompts))
+                ],
             )
 
         rows, dropped = regenerate(

@@ -166,6 +166,12 @@ def test_an_unknown_key_is_told_where_it_belongs(file: Path, text: str, line: st
         ("train: {betas: 0.9}", "train.betas: must be a list"),
         ("eval: {budgets: [4, x]}", "eval.budgets[1]: must be a whole number"),
         ("eval: {budgets: [8, 4]}", "eval.budgets must be increasing"),
+        (
+            "eval: {top_p: 0.9}",
+            "eval.top_p=0.9 has no effect with eval.temperature=0, which is greedy",
+        ),
+        ("eval: {top_k: 5, repetition_penalty: 1.2}", "eval.top_k=5 has no effect"),
+        ("eval: {temperature: 1, top_p: 1}", "eval.top_p: must be less than 1"),
         ("seed: 010", 'seed: must be a whole number, was given the text "010"'),
         (f"seed: {'9' * 5000}", "seed: must be a whole number"),
         ("tracking: {name: 3}", "tracking.name: must be a valid string, was given 3"),

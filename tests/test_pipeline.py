@@ -171,6 +171,34 @@ def test_eval_prints_lossless_results_and_draws_a_report(trained):
     assert again.count("has replay results") == len(complete_checkpoints(run_dir))
 
 
+def test_sampling_settings_apply_to_live_and_replay_says_so(trained, tmp_path):
+    config = copy_run(trained, tmp_path)
+    run_dir = Path(load_config(config).run_dir)
+    source = complete_checkpoints(Path(load_config(trained).run_dir))[-1]
+    shutil.copytree(source, run_dir / "checkpoints" / source.name)
+    results = run_dir / "evals" / source.name
+    short = ["--set", "eval.budgets=[8]", "--again"]
+    command = ["eval/main.py", "--config", str(config), *short]
+
+    sampled = ["--set", "eval.temperature=0.9", "--set", "eval.top_p=0.95"]
+    named = "eval.temperature=0.9, eval.top_p=0.95"
+    assert f"plain greedy decoding; {named} applies to live" in run(*command, *sampled)
+    replayed = json.loads((results / "results.json").read_text())
+    assert named in replayed["notes"][0] and {r["temperature"] for r in replayed["rows"]} == {0.0}
+    assert "eval.temperature=0.9" in (results / "report.md").read_text()
+
+    assert f"picks its tokens with {named}" in run(*command, *sampled, "--mode", "live")
+    live = json.loads((results / "live" / "results.json").read_text())
+    assert live["lossless_check"] is None and {r["temperature"] for r in live["rows"]} == {0.9}
+    assert {r["decoder"]: r["lossless"] for r in live["rows"]}["ddtree"] is None
+
+    run(*command, "--set", "eval.repetition_penalty=1.3", "--mode", "live")
+    live = json.loads((results / "live" / "results.json").read_text())
+    check = live["lossless_check"]
+    assert check["compared_tokens"] > 0 and check["answers_that_differ"] == 0
+    assert all(r["lossless"] for r in live["rows"]) and "repetition_penalty=1.3" in live["notes"][0]
+
+
 def gradients(config: Path) -> list[dict]:
     return [
         {k: m[k] for k in ("step", "loss", "grad_norm", "tokens")}

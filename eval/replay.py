@@ -8,7 +8,7 @@ and every tree budget, and ties the training mask to the decoding loop: the list
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from extract.shards import Sample, ShardReader
 from train.blocks import layer_masks, slot_inputs
 from train.drafter import DFlashDrafter
 
-# Blocks drafted in one forward: bounds the memory of a long answer, changes no number.
-BLOCKS = 256
+# Slots drafted in one forward: bounds the memory of a long answer and changes no number. Blocks do not see each other,
+# so attention over many of them at once is mostly masked; a GPU wants the larger products all the same.
+HOST_SLOTS, DEVICE_SLOTS = 512, 8192
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Replayed:
 @torch.inference_mode()
 def draft_everywhere(
     drafter: DFlashDrafter, head: TargetHead, sample: Sample, first: int
-) -> Tensor:
-    """Logits [m, B-1, V] of the blocks anchored at each of the tokens first..T-1 of a sample (m = T - first)."""
+) -> Iterator[Tensor]:
+    """Logits [m, B-1, V] of the blocks anchored at each of the tokens first..T-1 of a sample, m anchors at a time."""
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
     shape = drafter.shape
     length = len(sample.input_ids)
@@ -48,33 +49,36 @@ def draft_everywhere(
     position = torch.arange(length, device=device)[None]
     document = torch.zeros_like(position)
     context = drafter.context(sample.hidden_states.to(device, dtype)[None], position)
-    out = []
-    for start in range(first, length, BLOCKS):
-        anchors = torch.arange(start, min(start + BLOCKS, length), device=device)[None]
+    step = max(1, (HOST_SLOTS if device.type == "cpu" else DEVICE_SLOTS) // shape.block_size)
+    for start in range(first, length, step):
+        end = min(start + step, length)  # nothing from here on is seen by these blocks
+        anchors = torch.arange(start, end, device=device)[None]
         tokens, positions = slot_inputs(
             ids, position, anchors, shape.block_size, shape.mask_token_id
         )
-        masks = layer_masks(drafter, document, position, anchors)
-        hidden = drafter.slots(head.embed(tokens).to(dtype), positions, context, masks)
-        hidden = hidden.view(anchors.shape[1], shape.block_size, -1)[:, 1:]
-        out.append(head.logits(hidden))
-    return torch.cat(out)
+        masks = layer_masks(drafter, document[:, :end], position[:, :end], anchors)
+        below = [(k[:, :, :end], v[:, :, :end]) for k, v in context]
+        hidden = drafter.slots(head.embed(tokens).to(dtype), positions, below, masks)
+        hidden = hidden.view(end - start, shape.block_size, -1)[:, 1:]
+        yield head.logits(hidden)
 
 
+@torch.inference_mode()
 def replay(
     drafter: DFlashDrafter, head: TargetHead, sample: Sample, budgets: Sequence[int]
 ) -> dict[int | None, Replayed]:
     """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end)."""
-    answer = int(sample.loss_mask.sum())
-    first = len(sample.input_ids) - answer
-    logits = draft_everywhere(drafter, head, sample, first)
+    first = len(sample.input_ids) - int(sample.loss_mask.sum())
     continuation = _continuations(sample.input_ids[first:].long(), drafter.shape.block_size - 1)
-    chain = (logits.argmax(-1).cpu() == continuation).long().cumprod(1).sum(1)
-    lengths: dict[int | None, Tensor] = {None: chain}
-    if budgets:
-        trees = tree_accepted_lengths(logits, continuation, budgets)
-        lengths.update({b: trees[:, i] for i, b in enumerate(budgets)})
-    return {key: walk_answer(value.tolist()) for key, value in lengths.items()}
+    accepted: list[Tensor] = []  # [m, 1 + budgets] of each slice
+    done = 0
+    for logits in draft_everywhere(drafter, head, sample, first):
+        text = continuation[done : done + len(logits)]
+        done += len(logits)
+        chain = (logits.argmax(-1).cpu() == text).long().cumprod(1).sum(1, keepdim=True)
+        accepted.append(torch.cat([chain, tree_accepted_lengths(logits, text, budgets)], dim=1))
+    columns = torch.cat(accepted).T.tolist()
+    return {key: walk_answer(c) for key, c in zip((None, *budgets), columns, strict=True)}
 
 
 def _continuations(answer: Tensor, depth: int) -> Tensor:

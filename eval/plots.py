@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import offset_copy
 
 from eval.metrics import MIN_ROUNDS, PHASES, Json
 from eval.results import (
@@ -35,8 +36,7 @@ def plot_tau_vs_budget(results: Json) -> Figure:
     figure, (ax,) = _figure(results, "Acceptance length by size of the draft", BANDS)
     label = ""
     sizes = {nodes_of(r) for r in results["rows"] if r["decoder"] == "ddtree"}
-    groups = by_data_set(results)
-    for index, (name, rows) in enumerate(groups.items()):
+    for index, (name, rows) in enumerate(by_data_set(results).items()):
         trees = [(nodes_of(r), r) for r in rows if r["decoder"] == "ddtree"]
         chain = [(nodes_of(r), r) for r in rows if r["decoder"] == "dflash"]
         _line(ax, trees, index, label=_literal(name, 32))
@@ -47,23 +47,37 @@ def plot_tau_vs_budget(results: Json) -> Figure:
             label = f"DFlash chain, {nodes} nodes"
     if label:
         ax.plot([], [], "D:", color="0.4", label=label)
-    for index, (name, rows) in enumerate(groups.items()):
-        sizes |= _published(ax, results, index, name, rows)
     ax.set_xscale("log", base=2)
+    sizes |= _draw_published(figure, ax, results)
     ax.set_xticks(sorted(sizes), map(str, sorted(sizes)))
     ax.set(xlabel="drafted nodes per round", ylabel=TAU_AXIS, ylim=(1, None))
     _legend(ax)
     return figure
 
 
-def _published(ax: Axes, results: Json, index: int, name: str, rows: Sequence[Json]) -> set[int]:
-    """Others' tau of a data set, in grey with the data set's marker; returns their tree sizes."""
-    look = _style(index) | {"color": "0.45", "linestyle": "--", "zorder": 1.5}
-    points = published_of(results, rows)
-    for source in dict.fromkeys(p.source for p in points):
-        curve = [(p.budget or PUBLISHED_CHAIN, p.tau) for p in points if p.source == source]
-        ax.plot(*zip(*curve, strict=True), label=_literal(f"{name}, {source}", 48), **look)
-    return {p.budget for p in points if p.budget}
+def _draw_published(figure: Figure, ax: Axes, results: Json) -> set[int]:
+    """Others' tau in grey, with the data sets' markers; returns their tree sizes.
+
+    Chains without trees all have 15 nodes, as ours may: they stand side by side, left of that.
+    """
+    sizes: set[int] = set()
+    chains = 0
+    for index, (name, rows) in enumerate(by_data_set(results).items()):
+        points = published_of(results, rows)
+        sizes |= {p.budget for p in points if p.budget}
+        for source in dict.fromkeys(p.source for p in points):
+            curve = [(p.budget or PUBLISHED_CHAIN, p.tau) for p in points if p.source == source]
+            label = f"{name}, {source}"
+            look = _style(index) | {"color": "0.45", "linestyle": "--", "zorder": 1.5}
+            if [x for x, _ in curve] == [PUBLISHED_CHAIN]:
+                chains += 1
+                aside = offset_copy(ax.transData, figure, x=-9 * chains, units="points")
+                look |= {"linestyle": "none", "transform": aside}
+                label += f", {PUBLISHED_CHAIN} nodes"
+            ax.plot(*zip(*curve, strict=True), label=_literal(label, 48), **look)
+    if chains:
+        ax.set_xlim(left=ax.get_xlim()[0] / 2)
+    return sizes
 
 
 def plot_tau_vs_step(runs: Sequence[Json]) -> Figure:

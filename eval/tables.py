@@ -125,7 +125,7 @@ def latex(results: Json) -> str:
     few = any(not row["reliable"] for line in lines for row in line.rows.values())
     caption = (
         rf"Acceptance length $\tau$ (tokens per verification round, bonus token included) for "
-        rf"{tex_escaped(target_name(results))}, drafter at {tex_escaped(step_name(results))}, "
+        rf"{tex_escaped(target_name(results))}, {tex_escaped(step_name(results))}, "
         rf"{tex_escaped(decoding(results))} decoding. In brackets: 95\,\% bootstrap interval over prompts."
         + rf" $^\dagger$ {FEW}."
         * few

@@ -196,6 +196,7 @@ def _listed(rows: dict[Key, Json]) -> str:
 def _same_conditions(a: Json, b: Json) -> None:
     conditions = {"mode": (a["mode"], b["mode"])}
     conditions["longest answer"] = (a.get("max_new_tokens"), b.get("max_new_tokens"))
+    conditions["sampling"] = (a.get("sampling"), b.get("sampling"))
     for key in TARGET:
         conditions[f"target {key.replace('_', ' ')}"] = a["target"].get(key), b["target"].get(key)
     if None in conditions["target fingerprint"]:

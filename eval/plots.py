@@ -27,6 +27,7 @@ FORMATS = ("png", "svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^vPX<>"  # 8 against 7 colours: 56 lines that differ
 BANDS = "bands: 95 % bootstrap over prompts; white markers: too few rounds or prompts"
+GREYS = ("0.25", "0.6")  # of published chains
 PUBLISHED_CHAIN = 15  # drafted nodes of a published chain: all have blocks of 16
 TAU_AXIS = "tau: tokens per round, bonus included"
 
@@ -58,25 +59,30 @@ def plot_tau_vs_budget(results: Json) -> Figure:
 def _draw_published(figure: Figure, ax: Axes, results: Json) -> set[int]:
     """Others' tau in grey, with the data sets' markers; returns their tree sizes.
 
-    Chains without trees all have 15 nodes, as ours may: they stand side by side, left of that.
+    A chain without trees has 15 nodes, as ours may have: those stand to the left, a group for each
+    source, and in three columns, as data sets are often alike.
     """
     sizes: set[int] = set()
-    chains = 0
+    chains: list[str] = []  # sources
     for index, (name, rows) in enumerate(by_data_set(results).items()):
         points = published_of(results, rows)
         sizes |= {p.budget for p in points if p.budget}
         for source in dict.fromkeys(p.source for p in points):
             curve = [(p.budget or PUBLISHED_CHAIN, p.tau) for p in points if p.source == source]
-            label = f"{name}, {source}"
             look = _style(index) | {"color": "0.45", "linestyle": "--", "zorder": 1.5}
-            if [x for x, _ in curve] == [PUBLISHED_CHAIN]:
-                chains += 1
-                aside = offset_copy(ax.transData, figure, x=-9 * chains, units="points")
-                look |= {"linestyle": "none", "transform": aside}
-                label += f", {PUBLISHED_CHAIN} nodes"
-            ax.plot(*zip(*curve, strict=True), label=_literal(label, 48), **look)
+            if [x for x, _ in curve] != [PUBLISHED_CHAIN]:
+                ax.plot(*zip(*curve, strict=True), label=_literal(f"{name}, {source}", 48), **look)
+                continue
+            label = f"{source}, chain of {PUBLISHED_CHAIN}"
+            known = source in chains
+            chains += [] if known else [source]
+            left = 10 + 27 * chains.index(source) + 7 * (index % 3)
+            aside = offset_copy(ax.transData, figure, x=-left, units="points")
+            look |= {"color": GREYS[chains.index(source) % len(GREYS)], "linestyle": "none"}
+            look |= {"transform": aside, "label": None if known else _literal(label, 48)}
+            ax.plot(*zip(*curve, strict=True), **look)
     if chains:
-        ax.set_xlim(left=ax.get_xlim()[0] / 2)
+        ax.set_xlim(left=ax.get_xlim()[0] / 2 ** (0.6 * len(chains)))
     return sizes
 
 

@@ -19,8 +19,8 @@ from eval.published import Point, published
 SCHEMA = 1
 TOP: Json = {"schema": int, "mode": str, "checkpoint": dict, "target": dict, "provenance": dict}
 TOP |= {"rows": tuple[Json, ...], "lossless_check": Json | None, "notes": tuple[str, ...]}
-TOP |= {"max_new_tokens": int | None}
-OPTIONAL = {"lossless_check", "notes", "max_new_tokens"}
+TOP |= {"max_new_tokens": int | None, "sampling": Json | None}
+OPTIONAL = {"lossless_check", "notes", "max_new_tokens", "sampling"}
 CHECKPOINT: Json = {"path": str, "step": int | None, "fingerprint": str | None}
 PROMPT: Json = {"id": str, "committed": int, "rounds": int}
 

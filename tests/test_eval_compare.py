@@ -113,6 +113,7 @@ def test_decoders_and_data_sets_are_paired_each_with_its_own() -> None:
     [
         ({"mode": "served"}, "the mode of A is live and that of B is served"),
         ({"max_new_tokens": 128}, "the longest answer of A is 64 and that of B is 128"),
+        ({"sampling": {"top_p": 0.9}}, "the sampling of A is unset and that of B is .*0.9"),
         ({"max_new_tokens": None}, "the longest answer of A is 64 and that of B is unset"),
         (
             {"target": {"id": "Qwen3-8B", "fingerprint": "bad", "dtype": "float32"}},

@@ -463,11 +463,23 @@ def test_published_tau_is_drawn_beside_ours_where_it_is_comparable() -> None:
     )
     assert (line.get_linestyle(), line.get_color()) == ("--", "0.45")
     for changes in (
-        {"target": {"path": "Qwen/Qwen3-4B"}},
+        {"target": {"path": "Qwen/Qwen3-1.7B"}},
         {"target": {"path": "Qwen/Qwen3-8B", "enable_thinking": True}},
         {"rows": [row | {"temperature": 1.0} for row in rows]},
     ):
         assert not any("paper" in name for name in lines_of(plot_tau_vs_budget(results | changes)))
+
+
+def test_published_chains_are_all_there_under_one_name() -> None:
+    names = {"math": "gsm8k", "chat": "humaneval", "few": "mt-bench"}
+    rows = [row | {"dataset": names[row["dataset"]]} for row in RESULTS["rows"]]
+    figure = plot_tau_vs_budget(validate_results(RESULTS | {"rows": rows}))
+    points = {(*xs(line), *ys(line)) for line in figure.axes[0].get_lines() if len(xs(line)) == 1}
+    assert {(15, 6.54), (15, 6.5), (15, 4.24)} < points
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels.count("DFlash paper, chain of 15") == 1
 
 
 def test_time_plot_stacks_the_phases_of_each_decoder() -> None:

@@ -95,9 +95,9 @@ def find_results(path: Path) -> Json:
         return read_results(path)
     if (path / "results.json").is_file():
         return read_results(path / "results.json")
-    folder = path.resolve()
-    if folder.parent.name == "checkpoints":
-        results = folder.parent.parent / "evals" / folder.name / "results.json"
+    checkpoints = path.absolute().parent  # which may be a link to another disk: the run is here
+    if checkpoints.name == "checkpoints":
+        results = checkpoints.parent / "evals" / path.resolve().name / "results.json"
         if not results.is_file():
             raise UserError(f"{path} has no replay results ({results}); evaluate it first")
         return read_results(results)

@@ -171,6 +171,10 @@ def test_a_run_a_checkpoint_a_folder_and_a_file_are_found(run: Path) -> None:
 
     assert found(run) == ("replay", 200)
     assert found(run / "checkpoints" / "step-000100") == ("replay", 100)
+    (run / "checkpoints").rename(run.parent / "disk")
+    (run / "checkpoints").symlink_to(run.parent / "disk")
+    (run / "checkpoints" / "best").symlink_to("step-000100")
+    assert found(run / "checkpoints" / "best") == ("replay", 100)
     assert found(run / "evals" / "step-000100") == ("replay", 100)
     assert found(run / "evals" / "step-000200" / "live") == ("live", 200)
     assert found(run / "evals" / "step-000100" / "results.json") == ("replay", 100)

@@ -122,6 +122,6 @@ def to_answer(prompt_id: str, decoded: Decoded) -> Answer:
         committed=tuple(decoded.committed),
         accepted=tuple(decoded.accepted),
         tokens=len(decoded.tokens),
-        seconds=sum(decoded.seconds.values()),
+        phases=decoded.seconds,
         drafted=decoded.drafted,
     )

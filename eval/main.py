@@ -8,6 +8,10 @@
 every tree budget at once. `live` decodes with the target: plain, DFlash, DDTree, same prompts, and compares every greedy
 answer with plain decoding token by token; eval.temperature and its kin apply to it. `--self-test` proves on the target
 itself, in the precision of eval.dtype, that drafts leave no trace; live decoding starts with a short form of it.
+
+    python eval/main.py compare runs/a runs/b
+
+says whether one drafter is better than another, from their results; see eval/compare.py.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,10 +26,12 @@ import torch
 from configs.load import UserError, add_arguments, config_from_args, main_guard
 from configs.provenance import FolderLock, file_sha256, provenance
 from configs.schema import Config, EvalConfig
+from eval import compare
 from eval.decode import Decoded
 from eval.live import live_sets
 from eval.replay import replay_sets
-from eval.report import invalid_rows, latest_results, read_results, terminal_table, write_report
+from eval.report import terminal_table, write_report
+from eval.results import invalid_rows, latest_results, read_results
 from eval.selftest import describe, self_test, test_prompt
 from eval.track import log_results
 from extract.choose import Sampler
@@ -39,10 +44,14 @@ from train.drafter import DFlashDrafter
 from train.layout import load_drafter
 
 
-def main(argv: Sequence[str] | None = None) -> int | None:
+def main(argv: list[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compare"]:
+        return compare.main(argv[1:])
     parser = argparse.ArgumentParser(
         description="Measure the acceptance length of checkpoints.",
-        epilog="example: python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live",
+        epilog="example: python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live. "
+        "`python eval/main.py compare A B` compares two checkpoints or runs; `compare --help` says more.",
     )
     add_arguments(parser)
     parser.add_argument(
@@ -112,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
                 },
                 "target": next(iter(sets.values())).manifest.target.model_dump()
                 | {"dtype": config.eval.dtype, "enable_thinking": config.target.enable_thinking},
+                "max_new_tokens": config.eval.max_new_tokens,
                 "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
                 "rows": rows,
                 "lossless_check": check,

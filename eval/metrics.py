@@ -7,16 +7,13 @@ in use; published numbers of the two differ by one.
 
 tau pools tokens and rounds over the answers before it divides. A mean over answers would give an
 answer of three tokens the weight of one of five hundred; it is reported as well, by its own name.
-
-The second half checks what claims to be a results.json, whose rows are these.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +23,7 @@ from configs.load import UserError
 Json = dict[str, Any]
 
 DECODERS = ("autoregressive", "dflash", "ddtree")
+PHASES = ("draft", "build", "verify", "commit")  # of a round of our own decoders, in this order
 MODES = {
     "replay": "acceptance worked out from the target's stored greedy answers; nothing was timed",
     "live": "the target decoded these prompts with each decoder",
@@ -55,8 +53,13 @@ class Answer:
     committed: tuple[int, ...]  # tokens each round added, with bonus; the last may be cut short
     accepted: tuple[int, ...]  # drafted tokens each round accepted, before that cut
     tokens: int  # of the answer, the first one included
-    seconds: float | None  # of decoding, without the prefill
+    phases: Mapping[str, float] | None = field(hash=False)  # seconds of each, without the prefill
     drafted: int = 0  # tokens that the drafter proposed
+
+    @property
+    def seconds(self) -> float | None:
+        """Of decoding, without the prefill."""
+        return None if self.phases is None else math.fsum(self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Row:
     cut_rounds: int | None = None  # rounds that a stop token or the length limit cut short
     short_answers: int | None = None  # answers of fewer than SHORT_ROUNDS rounds
     repetitive_answers: int | None = None
+    phase_seconds: dict[str, float] | None = None  # of a round, by phase
+    per_prompt: tuple[Json, ...] | None = None  # {id, committed, rounds}: what a paired test needs
 
     def as_dict(self) -> dict[str, Any]:
         """The row as JSON has it: lists for tuples."""
@@ -137,7 +142,7 @@ def summarize(
         sums = per_prompt.setdefault(answer.prompt_id, [0, 0])
         sums[0] += sum(answer.committed)
         sums[1] += len(answer.committed)
-    measured = [sums for sums in per_prompt.values() if sums[1] > 0]
+    measured = [(sums[0], sums[1]) for sums in per_prompt.values() if sums[1] > 0]
     means = [sum(a.committed) / len(a.committed) for a in answers if a.committed]
 
     reliable = rounds >= MIN_ROUNDS and len(measured) >= MIN_PROMPTS
@@ -175,19 +180,42 @@ def summarize(
         cut_rounds=int((committed <= accepted).sum()),
         short_answers=sum(len(a.committed) < SHORT_ROUNDS for a in answers),
         repetitive_answers=repetitive_answers,
+        phase_seconds=_phase_seconds(answers, rounds),
+        per_prompt=tuple(
+            {"id": name, "committed": sums[0], "rounds": sums[1]}
+            for name, sums in per_prompt.items()
+        ),
     )
 
 
-def bootstrap_interval(sums: Sequence[Sequence[int]], seed: int) -> tuple[float, float]:
+def bootstrap_interval(sums: Sequence[tuple[int, int]], seed: int) -> tuple[float, float]:
     """95 % percentile bootstrap of sum(committed) / sum(rounds), drawing prompts.
 
     sums: (committed, rounds) of each prompt, rounds above 0. Rounds are never drawn by themselves:
     those of one prompt are alike, and the interval would come out several times too narrow.
     """
+    return _percentiles(_resampled(sums, seed), 2.5, 97.5)
+
+
+def bootstrap_difference(
+    a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], seed: int
+) -> tuple[float, float]:
+    """The same for tau of b less tau of a, whose entry i is the same prompt.
+
+    Both see the same draws. What makes a prompt easy for one drafter makes it easy for another, and
+    so cancels in the difference; two intervals laid side by side would hide most differences.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"not paired: {len(a)} and {len(b)} prompts")
+    return _percentiles(_resampled(b, seed) - _resampled(a, seed), 2.5, 97.5)
+
+
+def _resampled(sums: Sequence[tuple[int, int]], seed: int) -> NDArray[np.float64]:
+    """tau of each bootstrap draw of prompts, [RESAMPLES]; the draws follow from count and seed."""
     committed, rounds = np.array(sums, dtype=np.int64).T
     draws = np.random.default_rng(seed).integers(len(sums), size=(RESAMPLES, len(sums)))
-    ratios = committed[draws].sum(axis=1) / rounds[draws].sum(axis=1)
-    return _percentiles(ratios, 2.5, 97.5)
+    ratios: NDArray[np.float64] = committed[draws].sum(axis=1) / rounds[draws].sum(axis=1)
+    return ratios
 
 
 def _percentiles(
@@ -247,104 +275,10 @@ def _speed(answers: Sequence[Answer]) -> float | None:
     return sum(a.tokens - 1 for a in answers) / total
 
 
-# What results.json must hold; _fits says how a type is read.
-SCHEMA = 1
-TOP: Json = {"schema": int, "mode": str, "checkpoint": dict, "target": dict, "provenance": dict}
-TOP |= {"rows": tuple[Json, ...], "lossless_check": Json | None, "notes": tuple[str, ...]}
-CHECKPOINT: Json = {"path": str, "step": int | None, "fingerprint": str | None}
-
-
-def validate_results(obj: object) -> Json:
-    """Return obj if it is what results.json may hold. Raises UserError with the bad field's path.
-
-    Unknown keys are refused in a row and left alone elsewhere.
-    """
-    _need(isinstance(obj, dict), "the file", "an object", obj)
-    results: Json = obj  # type: ignore[assignment]
-    _check_fields(results, "", TOP, {"lossless_check", "notes"})
-    _need(results["schema"] == SCHEMA, "schema", str(SCHEMA), results["schema"])
-    _need(results["mode"] in MODES, "mode", " or ".join(MODES), results["mode"])
-    _check_fields(results["checkpoint"], "checkpoint", CHECKPOINT, set())
-    _check_rows(results["rows"])
-    return results
-
-
-def _check_rows(rows: Sequence[Json]) -> None:
-    """Check what results.json holds for Rows. Raises UserError with the bad field's path."""
-    types = get_type_hints(Row)
-    optional = {f.name for f in dataclasses.fields(Row) if f.default is not dataclasses.MISSING}
-    seen: dict[tuple[Any, ...], int] = {}
-    for i, row in enumerate(rows):
-        at = f"rows[{i}]"
-        _check_fields(row, at, types, optional)
-        for unknown in row.keys() - types.keys():
-            _need(False, f"{at}.{unknown}", "left out (no such field)", row[unknown])
-        _check_values(row, at)
-        key = row["dataset"], row["decoder"], row["budget"], row["temperature"]
-        first = seen.setdefault(key, i)
-        _need(first == i, at, f"another decoding than rows[{first}]", row)
-
-
-def _check_values(row: Json, at: str) -> None:
-    _need(row["decoder"] in DECODERS, f"{at}.decoder", " or ".join(DECODERS), row["decoder"])
-    tree = row["decoder"] == "ddtree"
-    _need(not tree or bool(row["budget"]), f"{at}.budget", "the tree's node count", row["budget"])
-    bars, rounds, interval = row["histogram"], row["rounds"], row["ci95"]
-    _need(not bars or sum(bars) == rounds, f"{at}.histogram", f"{rounds} rounds in all", bars)
-    for key in ("tau", "tau_mean_of_responses"):
-        tau, where = row[key], f"{at}.{key}"
-        _need((tau is None) == (rounds == 0), where, "null if and only if rounds is 0", tau)
-        _need(tau is None or tau >= 1, where, "at least 1, as it counts the bonus token", tau)
-        _need(not bars or (tau or 1) <= len(bars), where, f"at most {len(bars)}", tau)
-    rises = interval is None or 1 <= interval[0] <= interval[1]
-    _need(rises, f"{at}.ci95", "[low, high] with 1 <= low <= high", interval)
-    shares = [1, *row["accept_at_position"]]
-    falls = shares == sorted(shares, reverse=True)
-    _need(falls, f"{at}.accept_at_position", "shares that never rise", shares[1:])
-    earned = row["lossless"] is True and row["reliable"]
-    wanted = "null unless lossless and reliable are true"
-    _need(earned or row["speedup"] is None, f"{at}.speedup", wanted, row["speedup"])
-
-
-def _check_fields(obj: Json, at: str, types: Json, optional: Set[str]) -> None:
-    """Check the types of an object's fields. Raises UserError with the bad field's path."""
-    for key, kind in types.items():
-        wanted = _in_words(kind)
-        _need(key in obj or key in optional, f"{at}.{key}", wanted, "missing")
-        _need(key not in obj or _fits(obj[key], kind), f"{at}.{key}", wanted, obj.get(key))
-
-
-def _need(good: bool, where: str, wanted: str, value: object) -> None:
-    """Raise UserError, for the value at `where` in results.json, unless good."""
-    if not good:
-        brief = _fits(value, float | str | bool | None) or isinstance(value, float)
-        shown = repr(value)[:60] if brief else f"this {type(value).__name__}"
-        raise UserError(f"results.json: {where.lstrip('.')} must be {wanted}, not {shown}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of a type. Numbers are finite and not negative; a tuple is a list."""
-    parts = get_args(kind)
-    if isinstance(kind, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            return False
-        if parts[-1] is not ...:
-            return len(value) == len(parts) and all(map(_fits, value, parts))
-        return all(_fits(item, parts[0]) for item in value)
-    if kind in (int, float):
-        numbers = int if kind is int else int | float
-        # Comparisons alone: False for NaN, and exact where float() of a huge int would overflow.
-        good = isinstance(value, numbers) and not isinstance(value, bool)
-        return good and bool(0 <= value < 1e300)
-    return isinstance(value, get_origin(kind) or kind)
-
-
-def _in_words(kind: Any) -> str:
-    """What _fits asks for, as the reader of an error message knows it."""
-    if isinstance(kind, UnionType):
-        return " or ".join(map(_in_words, get_args(kind)))
-    words = {str: "text", bool: "true or false", NoneType: "null", dict: "an object"}
-    words |= {int: "a whole number from 0 on", float: "a number from 0 on", tuple: "a list"}
-    return words[get_origin(kind) or kind]
+def _phase_seconds(answers: Sequence[Answer], rounds: int) -> dict[str, float] | None:
+    """Seconds of a round by phase, pooled as the speed is."""
+    timed = [a.phases for a in answers if a.phases is not None]
+    if len(timed) < len(answers) or rounds == 0:
+        return None
+    names = dict.fromkeys(name for phases in timed for name in phases)
+    return {name: math.fsum(p.get(name, 0.0) for p in timed) / rounds for name in names}

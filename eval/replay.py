@@ -123,7 +123,7 @@ def replay_sets(
                         committed=tuple(got.committed),
                         accepted=tuple(got.accepted),
                         tokens=got.tokens,
-                        seconds=None,
+                        phases=None,
                         drafted=size * len(got.committed),
                     )
                 )

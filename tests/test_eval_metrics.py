@@ -18,12 +18,17 @@ from eval.metrics import (
     MIN_ROUNDS,
     Answer,
     Row,
+    bootstrap_difference,
     bootstrap_interval,
     repetition_rate,
     summarize,
 )
 
 few = settings(max_examples=60, deadline=None)
+
+
+def spent(seconds: float | None) -> dict[str, float] | None:
+    return None if seconds is None else {"draft": seconds / 4, "verify": seconds * 3 / 4}
 
 
 def answer(
@@ -34,7 +39,9 @@ def answer(
     if committed:
         committed[-1] -= cut
     tokens = 1 + sum(committed)
-    return Answer(name, tuple(committed), tuple(accepted), tokens, seconds, 100 * len(accepted))
+    return Answer(
+        name, tuple(committed), tuple(accepted), tokens, spent(seconds), 100 * len(accepted)
+    )
 
 
 def chain(answers: Sequence[Answer], **changes: Any) -> Row:
@@ -147,7 +154,7 @@ def varied(prompts: int = 12, seed: int = 0) -> list[Answer]:
 def test_repeating_a_greedy_run_changes_nothing() -> None:
     """F14, F13: repeats and a padded batch measure nothing new, in whatever order they come."""
     answers = varied()
-    again = [replace(a, seconds=None) for a in answers] + answers[:5]
+    again = [replace(a, phases=None) for a in answers] + answers[:5]
     random.Random(1).shuffle(again)
     assert chain(answers + again) == chain(answers)
 
@@ -173,9 +180,9 @@ def test_interval_depends_on_the_seed_alone() -> None:
 
 def test_autoregressive_is_one_token_a_round() -> None:
     answers = [
-        Answer("a", (), (), 21, 2.0),
-        Answer("b", (), (), 1, 0.0),
-        Answer("c", (), (), 5, 1.0),
+        Answer("a", (), (), 21, spent(2.0)),
+        Answer("b", (), (), 1, spent(0.0)),
+        Answer("c", (), (), 5, spent(1.0)),
     ]
     row = chain(answers, decoder="autoregressive", lossless=None)
     assert (row.tau, row.tau_mean_of_responses, row.ci95) == (1.0, 1.0, (1.0, 1.0))
@@ -183,9 +190,40 @@ def test_autoregressive_is_one_token_a_round() -> None:
     assert row.tokens_per_second == pytest.approx(24 / 3.0)  # the prefill's tokens are not timed
 
 
+def test_phases_are_of_a_round_and_the_speed_is_their_sum() -> None:
+    """50 rounds of 3 tokens; one answer without times and there are none."""
+    timed = {"draft": 1.0, "build": 0.5, "verify": 3.0, "commit": 0.5}
+    answers = [replace(answer(f"p{i}", [2] * 25), phases=timed) for i in range(2)]
+    row = chain(answers)
+    assert row.phase_seconds == {"draft": 0.04, "build": 0.02, "verify": 0.12, "commit": 0.02}
+    assert row.tokens_per_second == pytest.approx(3 / sum(row.phase_seconds.values()))
+    assert chain([*answers, answer("c", [2])]).phase_seconds is None
+
+
+def test_sums_of_each_prompt_are_kept() -> None:
+    row = chain([answer("b", [0, 1], cut=1), answer("a", [3, 3, 2]), answer("c", [])])
+    assert row.per_prompt == (
+        {"id": "a", "committed": 11, "rounds": 3},
+        {"id": "b", "committed": 2, "rounds": 2},
+        {"id": "c", "committed": 0, "rounds": 0},
+    )
+
+
+def test_a_paired_interval_finds_what_two_intervals_hide() -> None:
+    """Prompts from tau 1 to 7, and a drafter that is 0.2 better on each."""
+    a = [(100 + 60 * i, 100) for i in range(11)]
+    b = [(c + 20 + i % 3, n) for i, (c, n) in enumerate(a)]
+    low, high = bootstrap_difference(a, b, seed=0)
+    assert 0.2 <= low < high <= 0.22
+    assert bootstrap_interval(a, seed=0)[1] > bootstrap_interval(b, seed=0)[0]
+    assert bootstrap_difference(b, a, seed=0) == pytest.approx((-high, -low))
+    with pytest.raises(ValueError, match="not paired"):
+        bootstrap_difference(a, b[1:], seed=0)
+
+
 def test_speed_up_is_of_pooled_speeds() -> None:
     drafted = enough(seconds=2.0)
-    plain = [Answer(a.prompt_id, (), (), 1 + 10 * k, 4.0) for k, a in enumerate(drafted)]
+    plain = [Answer(a.prompt_id, (), (), 1 + 10 * k, spent(4.0)) for k, a in enumerate(drafted)]
     row = chain(drafted, baseline=plain)
     speed, plain_speed = 600 / 16, 10 * sum(range(8)) / 32
     assert row.tokens_per_second == pytest.approx(speed)
@@ -200,7 +238,7 @@ def test_speed_up_is_of_pooled_speeds() -> None:
         {"baseline": None},
         {"baseline": enough(seconds=None)},
         {"answers": enough(seconds=1.0, rounds=192)},
-        {"answers": [*enough(seconds=1.0)[1:], replace(enough()[0], seconds=None)]},
+        {"answers": [*enough(seconds=1.0)[1:], replace(enough()[0], phases=None)]},
     ],
 )
 def test_no_speed_up_without_proof(changes: dict[str, Any]) -> None:

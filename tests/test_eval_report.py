@@ -22,19 +22,21 @@ from matplotlib.lines import Line2D
 
 from configs.load import UserError
 from eval.metrics import Answer, Json, Row, summarize
-from eval.report import (
-    invalid_rows,
-    latest_results,
-    markdown,
+from eval.plots import (
     plot_acceptance_by_position,
     plot_tau_vs_budget,
     plot_tau_vs_step,
+    plot_time_per_phase,
+)
+from eval.report import markdown, terminal_table, write_report
+from eval.results import (
+    invalid_rows,
+    latest_results,
     read_results,
-    terminal_table,
     validate_results,
-    write_report,
     write_results,
 )
+from eval.tables import latex
 
 BLOCK = 4
 
@@ -56,7 +58,9 @@ def make_row(
             accepted.append(sum(rng.random() < quality for _ in range(BLOCK - 1)))
         committed = tuple(m + 1 for m in accepted)
         tokens = 1 + sum(committed)
-        answers.append(Answer(f"p{i}", committed, tuple(accepted), tokens, 1.5, 99 * len(accepted)))
+        spent = {"draft": 0.4, "build": 0.1, "verify": 0.9, "commit": 0.1}
+        drafted = 99 * len(accepted)
+        answers.append(Answer(f"p{i}", committed, tuple(accepted), tokens, spent, drafted))
     row = summarize(
         answers,
         dataset=dataset,
@@ -65,7 +69,7 @@ def make_row(
         temperature=0.0,
         block_size=BLOCK,
         lossless=None if decoder == "autoregressive" else True,
-        baseline=[Answer(a.prompt_id, (), (), a.tokens, 3.0) for a in answers],
+        baseline=[Answer(a.prompt_id, (), (), a.tokens, {"verify": 3.0}) for a in answers],
     )
     return row.as_dict() | changes
 
@@ -186,6 +190,17 @@ def test_every_part_is_needed(key: str) -> None:
         (["rows", 1, "reliable"], None, "rows[1].reliable must be true or false"),
         (["rows", 1, "lossless"], None, "rows[1].speedup must be null unless lossless"),
         (["rows", 1, "reliable"], False, "rows[1].speedup must be null unless lossless"),
+        (["rows", 1, "phase_seconds"], {"draft": "fast"}, "rows[1].phase_seconds"),
+        (
+            ["rows", 1, "per_prompt", 2, "rounds"],
+            24,
+            "rows[1].per_prompt must be 275 rounds in all",
+        ),
+        (["rows", 1, "per_prompt", 2, "committed"], 99, "rows[1].per_prompt must be sums of tau"),
+        (["rows", 1, "per_prompt", 2, "committed"], 3, "per_prompt[2].committed must be at least"),
+        (["rows", 1, "per_prompt", 2, "id"], "p0", "rows[1].per_prompt must be 12 prompts"),
+        (["rows", 1, "per_prompt", 2, "id"], 7, "rows[1].per_prompt[2].id must be text"),
+        (["max_new_tokens"], "2048", "max_new_tokens must be a whole number"),
         (["rows", 1, "taus"], 1, "rows[1].taus must be left out"),
         (["rows", 3, "budget"], 4, "rows[3] must be another decoding than rows[2]"),
     ],
@@ -230,6 +245,7 @@ def test_any_change_is_fine_or_a_user_error(path: tuple[str | int, ...], value: 
         return
     assert terminal_table(results)
     assert markdown(results, [RESULTS])
+    assert latex(results)
 
 
 @settings(max_examples=100, deadline=None)
@@ -361,9 +377,11 @@ def test_report_of_a_wrong_text_says_so_before_any_number() -> None:
 def test_names_cannot_break_the_markdown_table() -> None:
     results = changed(["rows", 0, "dataset"], "a|b<img>\n*c*")
     lines = markdown(results, []).splitlines()
-    row = next(line for line in lines if line.startswith("| a"))
+    row = next(line for line in lines if line.startswith("| a") and "plain" in line)
     assert row.startswith(r"| a\|b\<img\> \*c\* | plain |")
-    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines if line[:1] == "|"}) == 1
+    bars = [len(re.findall(r"(?<!\\)\|", line)) for line in lines if line[:1] == "|"]
+    assert sorted(set(bars)) == [5, 9, 12]  # data sets by decoders, the times, every row
+    assert bars.count(12) == 2 + len(RESULTS["rows"])
 
 
 # Plots
@@ -434,6 +452,54 @@ def test_position_plot_draws_the_chain() -> None:
     assert lines["few"].get_markerfacecolor() == "white"
 
 
+def test_published_tau_is_drawn_beside_ours_where_it_is_comparable() -> None:
+    """The paper's curve for Qwen3-8B on MATH-500, and nothing for other targets or sampling."""
+    rows = [row | {"dataset": "math500"} for row in RESULTS["rows"][:4]]
+    results = validate_results(RESULTS | {"rows": rows})
+    line = lines_of(plot_tau_vs_budget(results))["math500, DDTree paper"]
+    assert (xs(line), ys(line)) == (
+        [15, 16, 32, 64, 128, 256, 512, 1024],
+        [7.79, 8.61, 9.27, 9.75, 10.20, 10.43, 10.73, 10.98],
+    )
+    assert (line.get_linestyle(), line.get_color()) == ("--", "0.45")
+    for changes in (
+        {"target": {"path": "Qwen/Qwen3-1.7B"}},
+        {"target": {"path": "Qwen/Qwen3-8B", "enable_thinking": True}},
+        {"rows": [row | {"temperature": 1.0} for row in rows]},
+    ):
+        assert not any("paper" in name for name in lines_of(plot_tau_vs_budget(results | changes)))
+
+
+def test_published_chains_are_all_there_under_one_name() -> None:
+    names = {"math": "gsm8k", "chat": "humaneval", "few": "mt-bench"}
+    rows = [row | {"dataset": names[row["dataset"]]} for row in RESULTS["rows"]]
+    figure = plot_tau_vs_budget(validate_results(RESULTS | {"rows": rows}))
+    points = {(*xs(line), *ys(line)) for line in figure.axes[0].get_lines() if len(xs(line)) == 1}
+    assert {(15, 6.54), (15, 6.5), (15, 4.24)} < points
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels.count("DFlash paper, chain of 15") == 1
+
+
+def test_time_plot_stacks_the_phases_of_each_decoder() -> None:
+    """By hand: 11 answers a set (the first has no round) of 25 rounds, 0.4 + 0.1 + 0.9 + 0.1 s an answer."""
+    figure = plot_time_per_phase(RESULTS)
+    ax = figure.axes[0]
+    bars = {str(c.get_label()): [bar.get_width() for bar in c] for c in ax.containers}
+    assert list(bars) == ["draft", "build", "verify", "commit"]
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["plain", "DFlash chain", "DDTree 4", "DDTree 16"]
+    # 12, 12 and 6 prompts: 30 answers, of which 27 have rounds
+    assert bars["verify"][1:] == pytest.approx([900 * 30 / (27 * 25)] * 3)
+    starts = [bar.get_x() for bar in ax.containers[2]]
+    assert starts[1] == pytest.approx(500 * 30 / (27 * 25))
+    assert "ms a token" in ax.texts[1].get_text()
+    untimed = [row | {"phase_seconds": None} for row in RESULTS["rows"]]
+    assert "## Time" in markdown(RESULTS, [])
+    assert "## Time" not in markdown(RESULTS | {"rows": untimed}, [])
+
+
 def test_no_text_of_a_plot_is_cut_off() -> None:
     """Eleven data sets, long names, and a name that would be a formula and hidden in the legend."""
     names = [f"benchmark-number-{i}" for i in range(9)] + ["_$x^$", "a" * 80]
@@ -448,13 +514,14 @@ def test_no_text_of_a_plot_is_cut_off() -> None:
         plot_tau_vs_budget(runs[1]),
         plot_tau_vs_step(runs),
         plot_acceptance_by_position(runs[1]),
+        plot_time_per_phase(runs[1]),
     ):
         FigureCanvasAgg(figure).draw()
         legend = figure.axes[-1].get_legend()
         assert legend is not None
         labels = [text.get_text() for text in legend.get_texts()]
-        assert {r"\$x^\$", "a" * 29 + "..."} < set(labels)
-        assert len(set(labels)) == len(labels) >= len(names)
+        assert {r"\$x^\$", "a" * 29 + "..."} < set(labels) or "verify" in labels
+        assert len(set(labels)) == len(labels) >= (4 if "verify" in labels else len(names))
         drawn = figure.get_tightbbox()  # in inches, as the size is
         width, height = figure.get_size_inches()
         assert drawn.x0 >= 0
@@ -467,7 +534,7 @@ def test_report_files_are_complete_and_its_pictures_exist(tmp_path: Path) -> Non
     write_report(tmp_path, RESULTS, [make_results(100, 0.3), make_results(50, mode="replay")])
     text = (tmp_path / "report.md").read_text()
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for name in pictures:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         pixels = imread(tmp_path / name)
@@ -476,12 +543,18 @@ def test_report_files_are_complete_and_its_pictures_exist(tmp_path: Path) -> Non
         assert pixels[..., :3].std() > 0.05  # more than a blank page
         assert b"</svg>" in (tmp_path / name).with_suffix(".svg").read_bytes()[-20:]
     files = {p.name for p in tmp_path.iterdir()}
-    assert files == {"results.json", "report.md", *pictures, *(p[:-3] + "svg" for p in pictures)}
+    assert files == {
+        "results.json",
+        "report.md",
+        "report.tex",
+        *pictures,
+        *(p[:-3] + "svg" for p in pictures),
+    }
 
 
 def test_only_what_there_is_gets_drawn(tmp_path: Path) -> None:
     """No history in this mode, no trees: one plot. A drafter from outside has no step."""
-    rows = [row for row in RESULTS["rows"] if row["decoder"] != "ddtree"]
+    rows = [r | {"phase_seconds": None} for r in RESULTS["rows"] if r["decoder"] != "ddtree"]
     history = [make_results(100, mode="replay"), make_results(200)]
     write_report(tmp_path, RESULTS | {"rows": rows}, history)
     assert [p.name for p in tmp_path.glob("*.png")] == ["acceptance_by_position.png"]
@@ -501,5 +574,5 @@ def test_reports_are_made_without_torch() -> None:
 def test_every_row_field_is_checked() -> None:
     """A field that summarize adds is one that the reader knows."""
     for key in Row.__dataclass_fields__:
-        with pytest.raises(UserError, match=rf"rows\[1\]\.{key} must be"):
-            validate_results(changed(["rows", 1, key], {}))
+        with pytest.raises(UserError, match=rf"rows\[1\]\.{key}.* must be"):
+            validate_results(changed(["rows", 1, key], [{}]))

@@ -121,17 +121,17 @@ def decode(
     prefix = torch.tensor([list(prompt)], device=logits.device)
     out = Decoded(tokens=[int(sampler.choose(logits[None], prefix, [generator]))])
     while out.tokens[-1] not in stop and len(out.tokens) < max_new_tokens:
-        started = time.perf_counter()
+        started = clock(target.device)
         draft = drafting.draft(out.tokens[-1])
-        drafted = time.perf_counter()
+        drafted = clock(target.device)
         tree = propose(draft if sampler.greedy else draft / sampler.temperature, out.tokens[-1])
-        built = time.perf_counter()
+        built = clock(target.device)
         node_logits, node_features = verifier.verify(tree)
         path, new = walk(tree, node_logits, sampler, [*prompt, *out.tokens], generator)
-        verified = time.perf_counter()
+        verified = clock(target.device)
         verifier.commit(path)
         drafting.append(node_features[path])
-        committed = time.perf_counter()
+        committed = clock(target.device)
 
         # The answer ends at the first stop token and at the limit, wherever in the block they fall.
         end = next((i + 1 for i, token in enumerate(new) if token in stop), len(new))
@@ -147,6 +147,13 @@ def decode(
         ):
             out.seconds[name] += span
     return out
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once everything asked of the device is done: a phase is charged with its own work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def walk(

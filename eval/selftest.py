@@ -8,9 +8,9 @@ Three questions, each answered by plain forwards that know nothing of trees, mas
 - commits: after rounds of drafting and rejecting, are the next logits those of a fresh forward over what was kept?
 - text: is greedy decoding, with drafts that are right, wrong and nearly right, plain greedy decoding?
 
-How far two plain ways lie apart on this very target, one forward and token by token, is the yardstick for logits. In
-float32 choices must agree as well. In bfloat16 near-ties flip, and a differing choice is judged by how much the plain
-forward prefers its own: rounding moves that margin by 0 to 0.25, foreign tokens in a state by 0.6 to 2.4.
+How far two plain ways lie apart on this very target, one forward and token by token, is the yardstick for logits.
+Near-ties flip, so a differing choice is judged by how much the plain forward prefers its own: in bfloat16 rounding moves
+that margin by 0 to 0.25, foreign tokens in a state by 0.6 to 2.4.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ from extract.prompts import Renderer
 from extract.regenerate import decode_batch
 from extract.target import Target
 
-MARGIN = 0.5  # logits, for bfloat16
 TIMES = 5  # logits may differ by this many times the target's own rounding
 # ... which is at least this share of the largest logit
 ROUNDING = {torch.bfloat16: 0.04, torch.float32: 5e-5}
+
+
+def near_tie(dtype: torch.dtype) -> float:
+    """By how many logits a choice may differ from plain decoding's before it is not rounding any more."""
+    return 0.5 if dtype == torch.bfloat16 else 0.005
 
 
 @dataclass
@@ -41,8 +45,8 @@ class Check:
     """One question and what was found."""
 
     name: str
-    exact: bool  # float32: choices must agree; bfloat16: see MARGIN
     limit: float  # of `difference`
+    tie: float  # limit of `margin`
     compared: int = 0  # next-token distributions
     difference: float = 0.0  # largest, as a share of the largest logit
     flips: int = 0  # choices that differ
@@ -50,8 +54,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        good = self.flips == 0 if self.exact else self.margin <= MARGIN
-        return self.compared > 0 and good and self.difference <= self.limit
+        return self.compared > 0 and self.margin <= self.tie and self.difference <= self.limit
 
     def add(self, ours: Tensor, plain: Tensor) -> None:
         """Compare logits [..., V]."""
@@ -64,7 +67,9 @@ class Check:
         self.margin = max(self.margin, float(lost.max()))
 
     def __str__(self) -> str:
-        choices = f"{self.flips} choices differ" + ("" if self.exact else f" by {self.margin:.2f}")
+        choices = f"{self.flips} choices differ"
+        if self.flips:
+            choices += f" by up to {self.margin:.2g} (limit {self.tie:g})"
         return (
             f"{'ok  ' if self.passed else 'FAIL'} {self.name}: {self.compared} distributions, {choices}, "
             f"logits by {self.difference:.1e} (limit {self.limit:.0e})"
@@ -88,11 +93,11 @@ def self_test(
     random = torch.Generator().manual_seed(seed)
     ((answer, _),) = decode_batch(target, [list(prompt)], new_tokens)
     (plain,) = plain_logits(target, [[*prompt, *answer]], [len(answer) + 1])
-    exact = target.dtype != torch.bfloat16
-    rounding = Check("rounding", exact, limit=1.0)
+    tie = near_tie(target.dtype)
+    rounding = Check("rounding", 1.0, tie)
     rounding.add(stepwise_logits(target, prompt, answer), plain)
     limit = TIMES * max(rounding.difference, ROUNDING.get(target.dtype, 0.0))
-    checks = [Check(name, exact, limit) for name in ("nodes", "commits", "text")]
+    checks = [Check(name, limit, tie) for name in ("nodes", "commits", "text")]
     _nodes(checks[0], make(target), target, prompt, random, nodes, depth)
     _commits(checks[1], make(target), target, prompt, random, rounds, depth)
     _text(checks[2], make, target, plain, prompt, answer, depth)

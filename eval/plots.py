@@ -137,14 +137,18 @@ def plot_time_per_phase(results: Json) -> Figure:
         ax.barh(places, widths, 0.6, lefts, color=colour, label=_literal(phase, 32), zorder=2)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, (left, time) in enumerate(zip(lefts, times, strict=True)):
-        text = f" {left:.3g} ms, {left / time.tau:.3g} ms a token"
+        text = f" {_short(left)} ms, {_short(left / time.tau)} ms a token"
         ax.text(left, place, text, va="center", fontsize=9)
-    ax.set(xlabel="milliseconds per round", xlim=(0, max(lefts) * 1.45 or 1))
+    ax.set(xlabel="milliseconds per round", xlim=(0, max(lefts) * 1.7 or 1))
     ax.set_yticks(places, names)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     _legend(ax)
     return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _literal(text: str, longest: int) -> str:

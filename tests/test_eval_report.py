@@ -494,7 +494,12 @@ def test_time_plot_stacks_the_phases_of_each_decoder() -> None:
     assert bars["verify"][1:] == pytest.approx([900 * 30 / (27 * 25)] * 3)
     starts = [bar.get_x() for bar in ax.containers[2]]
     assert starts[1] == pytest.approx(500 * 30 / (27 * 25))
-    assert "ms a token" in ax.texts[1].get_text()
+    total = 1500 * 30 / (27 * 25)
+    tau = sum(r["tau"] * r["rounds"] for r in RESULTS["rows"][1::4]) / (27 * 25)
+    assert ax.texts[1].get_text() == f" {total:.3g} ms, {total / tau:.3g} ms a token"
+    FigureCanvasAgg(figure).draw()
+    for text in ax.texts:
+        assert text.get_window_extent().x1 <= ax.get_window_extent().x1
     untimed = [row | {"phase_seconds": None} for row in RESULTS["rows"]]
     assert "## Time" in markdown(RESULTS, [])
     assert "## Time" not in markdown(RESULTS | {"rows": untimed}, [])

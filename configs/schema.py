@@ -36,7 +36,10 @@ class TargetConfig(Section):
     enable_thinking: bool | None = Field(
         None, description="Passed to the chat template; unset leaves the template's own default."
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "balanced"] = Field(
+        "auto",
+        description="balanced spreads the target's layers over all GPUs of one process; auto gives every process a GPU.",
+    )
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with the model. Leave it off."
     )

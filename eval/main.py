@@ -122,6 +122,7 @@ def main(argv: list[str] | None = None) -> int | None:
                 "target": next(iter(sets.values())).manifest.target.model_dump()
                 | {"dtype": config.eval.dtype, "enable_thinking": config.target.enable_thinking},
                 "max_new_tokens": config.eval.max_new_tokens,
+                "sampling": Sampler.of(config.eval).settings if args.mode == "live" else {},
                 "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
                 "rows": rows,
                 "lossless_check": check,

@@ -326,7 +326,9 @@ class Target:
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """[..., hidden] after the final norm -> [..., vocab], with the target's own soft cap."""
-        logits: Tensor = self.head(last_hidden)
+        logits: Tensor = self.head(last_hidden).to(
+            self.device
+        )  # the head of a spread target lies elsewhere
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -375,11 +377,13 @@ def record_taps(layers: nn.ModuleList, taps: Sequence[int]) -> Iterator[Recorded
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("target.device is cuda but torch sees no GPU; use auto or cpu")
+    """`auto` is this process's GPU where there is one. Beside a `balanced` target everything else is on the first."""
+    if name in ("cuda", "balanced") and not torch.cuda.is_available():
+        raise UserError(f"target.device is {name} but torch sees no GPU; use auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if name == "balanced":
+        return torch.device("cuda", 0)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -397,11 +401,15 @@ def load_target(config: TargetConfig, *, dtype: str | None = None) -> Target:
             f"warning: target.trust_remote_code runs code that comes with {location.source}",
             flush=True,
         )
+    device = pick_device(config.device)
     model = _from_pretrained(
         AutoModelForCausalLM,
         config,
         location,
         dtype=DTYPES[dtype or config.dtype],
         attn_implementation=config.attn_implementation,
+        **({"device_map": "balanced"} if config.device == "balanced" else {}),
     )
-    return Target(model.to(pick_device(config.device)), tokenizer, location.label)
+    if config.device != "balanced":
+        model = model.to(device)
+    return Target(model, tokenizer, location.label)

@@ -119,25 +119,21 @@ def _replace(keys, heap, size, key, new, prefixes):
 
 
 @compiled
-def grow(logits, best, blocks, log_total, first, slots, budget, most, keep_chain, nodes, log_weights):  # fmt: skip
+def grow(logits, best, blocks, log_total, tokens, logq, ranked, first, root, budget, most, keep_chain, nodes, log_weights):  # noqa: E501  # fmt: skip
     """One tree of `budget` nodes and the root; there must be that many prefixes.
 
     Its slots are the rows from `first` on of logits [N, blocks, B], of best [N, blocks], which has each block's maximum
     and is used up, and of log_total float64 [N], the log-sum-exp. blocks int64 [1 or N, blocks]: block b holds the
-    token ids from blocks[row, b] * B on, and these ascend. most: how many ranks of a slot may be used, at most as many
-    as there are tokens. nodes int64 [3, budget + 1] gets tokens, parents and depths, and log_weights float64
-    [budget + 1] the weights; all past the root, which is the caller's.
+    token ids from blocks[row, b] * B on, and these ascend. tokens int64 and logq float64 [D, min(most, budget)] hold the
+    ranks of each slot that are known, ranked int64 [D] how many; missing ones are added. most: how many ranks of a slot
+    may be used, at most as many as there are tokens. nodes int64 [3, budget + 1] gets tokens, parents and depths, and
+    log_weights float64 [budget + 1] the weights; node 0 is `root`.
     """
     count, width = logits.shape[1], logits.shape[2]
-    most = min(most, budget)
+    slots, most = len(ranked), min(most, budget)
     # All scratch has two dimensions and one of two types: each other kind of np.empty takes long to compile.
     place = np.empty((slots, count), np.int64)
     tops = np.empty((slots, (count + GROUP - 1) // GROUP), np.float64)
-    tokens = np.empty((slots, most), np.int64)
-    logq = np.empty((slots, most), np.float64)
-    ranked = np.empty((slots, 1), np.int64)  # how many ranks of each slot are known
-    for slot in range(slots):
-        ranked[slot, 0] = 0
 
     # Prefixes by number; 0 is the root. One gets its number when it enters the frontier, which it does once: by its
     # sibling one rank up or, at rank 0, by its parent. Both come before it in the order, so the top of the frontier is
@@ -148,7 +144,8 @@ def grow(logits, best, blocks, log_total, first, slots, budget, most, keep_chain
     keys = np.empty((2 * budget + 1, 1), np.float64)
     for column in range(4):
         prefixes[0, column] = 0
-    weights[0, 0] = 0.0
+    nodes[0, 0], nodes[1, 0], nodes[2, 0] = root, -1, 0
+    weights[0, 0] = log_weights[0] = 0.0
     known, waiting = 1, 0
     chain = slots if keep_chain else 0
     last = 0  # the prefix that joined the tree last
@@ -161,7 +158,7 @@ def grow(logits, best, blocks, log_total, first, slots, budget, most, keep_chain
             slot = depth - 1
             # A node of depth d and rank r (from 0) comes after d - 1 ancestors and r siblings, which are all different.
             if 0 <= slot < slots and rank < most and rank + depth <= budget:
-                if rank == ranked[slot, 0]:
+                if rank == ranked[slot]:
                     row = first + slot
                     if rank == 0:
                         for i in range(count):
@@ -173,7 +170,7 @@ def grow(logits, best, blocks, log_total, first, slots, budget, most, keep_chain
                     tokens[slot, rank] = blocks[min(row, len(blocks) - 1), block] * width + at
                     # Never above 0, however the total was rounded: no child may outweigh its parent.
                     logq[slot, rank] = min(np.float64(logits[row, block, at]) - log_total[row], 0.0)
-                    ranked[slot, 0] += 1
+                    ranked[slot] += 1
                 key = weights[parent, 0] + logq[slot, rank]
                 weights[known, 0] = key
                 prefixes[known, DEPTH] = depth
@@ -208,11 +205,16 @@ def join(logits, best, blocks, log_total, budget, most, keep_chain, wanted, join
     Round r has the rows from r * D on; the arguments are as for `grow`. `joined` is left alone for the others.
     """
     rounds, slots = wanted.shape
+    tokens = np.empty((slots, min(most, budget)), np.int64)
+    logq = np.empty((slots, min(most, budget)), np.float64)
+    ranked = np.empty(slots, np.int64)
     nodes = np.empty((3, budget + 1), np.int64)
     log_weights = np.empty(budget + 1, np.float64)
     for r in range(rounds):
+        for slot in range(slots):
+            ranked[slot] = 0
         grow(
-            logits, best, blocks, log_total, r * slots, slots,
+            logits, best, blocks, log_total, tokens, logq, ranked, r * slots, 0,
             budget, most, keep_chain, nodes, log_weights,
         )  # fmt: skip
         here, depth = 0, 0

@@ -18,8 +18,8 @@ from torch import Tensor
 # Tokens in a block. On the host a block costs one entry in a list of maxima and, where a token is taken, a scan; from
 # another device the blocks are copied, so small ones are better.
 HOST_BLOCK, COPIED_BLOCK = 128, 8
-# Logits exponentiated at a time on the host, so that the temporary stays in the cache.
-CHUNK = 1 << 19
+# Logits exponentiated at a time on the host, so that they and their exponentials stay in the cache.
+CHUNK = 1 << 17
 
 
 class Slots(NamedTuple):
@@ -58,17 +58,24 @@ def lay_out(rows: Tensor, depth: int, most: int, *, copied: bool) -> Slots:
 def _log_totals(rows: Tensor, depth: int) -> NDArray[np.float64]:
     """Log-sum-exp of each row of [N, V], summed in the rows' precision.
 
-    Each row's value depends on that row alone, so a pass has the same trees alone and among others.
+    On the host every pass is split in the same way, so its trees are the same alone and among others: how many rows
+    are summed at once can decide the last bit, and that can decide between prefixes of nearly equal weight.
     """
-    step = max(1, CHUNK // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
+    on_host = rows.device.type == "cpu"
+    step = max(1, CHUNK // rows.shape[1]) if on_host else len(rows)
     # Without subtracting the maximum first, which is one pass over memory less. Where float32 could overflow or lose
     # terms that count, the total tells, and the row is done again.
-    totals = [part.exp().sum(1) for part in rows.split(step)]
+    totals = [
+        part.exp().sum(1)
+        for drafted in (rows.split(depth) if on_host else [rows])
+        for part in drafted.split(step)
+    ]
     with np.errstate(divide="ignore"):
         log_total = np.log(torch.cat(totals).cpu().numpy().astype(np.float64))
     again = np.flatnonzero(~(np.abs(log_total) < 50))
     if len(again):
-        log_total[again] = rows[torch.from_numpy(again)].logsumexp(1).double().cpu().numpy()
+        for i in again:
+            log_total[i] = float(rows[i].logsumexp(0))
         # Not finite for a NaN, a +inf, or nothing but -inf (a lone -inf is a token ruled out).
         bad = np.flatnonzero(~np.isfinite(log_total))
         if len(bad):

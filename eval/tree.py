@@ -58,7 +58,8 @@ class Tree:
         n = len(self.tokens)
         mask = np.zeros((n, n), np.bool_)
         mark_ancestors(_host(self.parents), mask)
-        return torch.from_numpy(mask).to(self.tokens.device)
+        device = self.tokens.device
+        return torch.from_numpy(mask) if device.type == "cpu" else torch.from_numpy(mask).to(device)
 
     def children(self) -> list[dict[int, int]]:
         """For each node, its children: token -> node index."""
@@ -109,8 +110,12 @@ def build_tree(
         raise ValueError(f"keep_chain needs a budget of at least the {depth} slots, not {budget}")
     most = min(vocabulary, vocabulary if top_k is None else top_k)
     budget = _possible(budget, depth, most)
-    slots = lay_out(logits, depth, min(most, budget), copied=logits.device.type != "cpu")
-    return _grow(slots, root_token, budget, most, keep_chain, logits.device)
+    used = min(most, budget)
+    slots = lay_out(logits, depth, used, copied=logits.device.type != "cpu")
+    ranks = Ranks.unknown(depth, used)
+    return grow_tree(
+        slots, ranks, root_token, budget, most, keep_chain=keep_chain, device=logits.device
+    )
 
 
 def _possible(budget: int, depth: int, most: int) -> int:
@@ -124,21 +129,46 @@ def _possible(budget: int, depth: int, most: int) -> int:
     return prefixes
 
 
-def _grow(
-    slots: Slots, root_token: int, budget: int, most: int, keep_chain: bool, device: torch.device
+@dataclass(frozen=True)
+class Ranks:
+    """The best tokens of each slot by rank, as far as growth has asked for them."""
+
+    tokens: NDArray[np.int64]  # [D, ranks]
+    logq: NDArray[np.float64]  # [D, ranks], log-marginals
+    known: NDArray[np.int64]  # [D], how many of them are filled in
+
+    @classmethod
+    def unknown(cls, depth: int, most: int) -> "Ranks":
+        shape = (depth, most)
+        return cls(np.empty(shape, np.int64), np.empty(shape), np.zeros(depth, np.int64))
+
+
+def grow_tree(
+    slots: Slots,
+    ranks: Ranks,
+    root_token: int,
+    budget: int,
+    most: int,
+    *,
+    keep_chain: bool,
+    device: torch.device,
 ) -> Tree:
+    """build_tree from slots that are laid out and checked; `budget` and `most` are not above what there is."""
     nodes = np.empty((3, budget + 1), np.int64)
-    nodes[:, 0] = root_token, -1, 0
     log_weights = np.empty(budget + 1, np.float64)
-    log_weights[0] = 0.0
-    grow(*slots, 0, len(slots.logits), budget, most, keep_chain, nodes, log_weights)
-    tokens, parents, depths = torch.from_numpy(nodes).to(device).unbind(0)
-    return Tree(tokens, parents, depths, torch.from_numpy(log_weights).to(device))
+    grow(
+        *slots, ranks.tokens, ranks.logq, ranks.known, 0, root_token,
+        budget, most, keep_chain, nodes, log_weights,
+    )  # fmt: skip
+    packed, weights = torch.from_numpy(nodes), torch.from_numpy(log_weights)
+    if device.type != "cpu":
+        packed, weights = packed.to(device), weights.to(device)
+    return Tree(*packed.unbind(0), weights)
 
 
 def _host(integers: Tensor) -> NDArray[np.int64]:
     """As an array that compiled code takes: on the host, contiguous, int64."""
-    return integers.cpu().long().contiguous().numpy()
+    return np.ascontiguousarray(integers.numpy(force=True), np.int64)
 
 
 def chain_tree(draft_tokens: Tensor, root_token: int) -> Tree:

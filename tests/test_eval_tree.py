@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eval.grow import grow
 from eval.rank import Slots, lay_out
-from eval.tree import Tree, build_tree, chain_tree, tree_accepted_lengths
+from eval.tree import Ranks, Tree, build_tree, chain_tree, grow_tree, tree_accepted_lengths
 from tests.slow_tree import Node, log_marginals, slow_tree
 
 ROOT = 7
@@ -116,10 +115,12 @@ def test_blocks_copied_from_a_device_grow_the_same_tree(budget: int, dtype: torc
     logits = torch.randn(4, 1003, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[1] = 0.5
 
-    def grown(slots: Slots) -> list[list[float]]:
-        nodes, weights = np.zeros((3, budget + 1), np.int64), np.zeros(budget + 1)
-        grow(*slots, 0, 4, budget, 1003, False, nodes, weights)
-        return [*nodes.tolist(), weights.tolist()]
+    def grown(slots: Slots) -> list[Node]:
+        tree = grow_tree(
+            slots, Ranks.unknown(4, budget), ROOT, budget, 1003,
+            keep_chain=False, device=torch.device("cpu"),
+        )  # fmt: skip
+        return nodes_of(tree)
 
     copied = lay_out(logits, 4, budget, copied=True)
     assert copied.logits.shape[1] == min(budget, -(-1003 // 8))

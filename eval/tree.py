@@ -8,25 +8,40 @@ prefix-closed: it is a tree, hung under the last accepted token (node 0, outside
 
 The order of prefixes is total, so every tree here is deterministic:
 
-1. heavier first, where a log-weight is the correctly rounded sum (`math.fsum`) of the
-   log-marginals, which are normalised in the logits' precision (at least float32): prefixes that
-   use the same marginals in another order tie exactly, which they would not if the sum ran left to
-   right;
+1. heavier first, where a log-weight is the float64 sum of the log-marginals from slot 1 on, left to
+   right, and these are normalised in the logits' precision (at least float32);
 2. then shallower first, which keeps a parent before a child of equal weight;
 3. then lexicographic by rank, where a slot ranks its tokens by logit, highest first, and equal
    logits by lowest token id. Rank 0 is the argmax. Low-precision logits do tie, so this matters.
 
+Rounding breaks none of this. No log-marginal is above 0, and adding to a float64 is monotone: w + a,
+rounded, is at most w for a <= 0, and at most w + b, rounded, for a <= b. So a prefix is preceded by
+its parent (no lighter, and shallower) and by its siblings of lower rank (no lighter, and earlier by
+rank), whatever was rounded on the way.
+
 Nodes are stored in that order. It puts parents before children, and it makes the tree of a smaller
 budget the leading slice of the tree of a bigger one (for the same logits and top_k).
+
+With `keep_chain` the drafter's own chain, rank 0 in every slot, is in the tree whatever it weighs:
+its D nodes come first, then the heaviest of all other prefixes in the order above. Parents still
+come before children and smaller trees are still leading slices, and no text exists of which the
+chain alone would accept more than such a tree.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from eval.grow import follow, grow, join, mark_ancestors
+from eval.rank import Slots, lay_out
+
+# Logits that tree_accepted_lengths lays out at a time: on the host what stays in the cache, elsewhere what fills a GPU.
+HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 26
 
 
 @dataclass(frozen=True, eq=False)  # eq=False: comparing tensors field by field has no truth value
@@ -41,15 +56,10 @@ class Tree:
     def ancestor_mask(self) -> Tensor:
         """Bool [n, n]: [i, j] is True where j is i or an ancestor of i (what i may attend to)."""
         n = len(self.tokens)
-        mask = torch.zeros(n, n, dtype=torch.bool, device=self.tokens.device)
-        node = torch.arange(n, device=self.tokens.device)
-        ancestor = node
-        for _ in range(int(self.depths.max()) + 1):
-            mask[node, ancestor] = True
-            # All rows climb one step. The root is an ancestor of every node, so rows that reached
-            # it may stay there.
-            ancestor = self.parents[ancestor].clamp(min=0)
-        return mask
+        mask = np.zeros((n, n), np.bool_)
+        mark_ancestors(_host(self.parents), mask)
+        device = self.tokens.device
+        return torch.from_numpy(mask) if device.type == "cpu" else torch.from_numpy(mask).to(device)
 
     def children(self) -> list[dict[int, int]]:
         """For each node, its children: token -> node index."""
@@ -69,19 +79,24 @@ class Tree:
         """
         if next_tokens.shape != self.tokens.shape:
             raise ValueError(f"next_tokens is {list(next_tokens.shape)}, not [{len(self.tokens)}]")
-        children = self.children()
-        wanted: list[int] = next_tokens.tolist()
-        path = [0]
-        while (child := children[path[-1]].get(wanted[path[-1]])) is not None:
-            path.append(child)
-        return path
+        path = np.empty(len(self.tokens), np.int64)
+        length = follow(_host(self.tokens), _host(self.parents), _host(next_tokens), path)
+        return path[:length].tolist()
 
 
-def build_tree(logits: Tensor, root_token: int, budget: int, *, top_k: int | None = None) -> Tree:
+def build_tree(
+    logits: Tensor,
+    root_token: int,
+    budget: int,
+    *,
+    top_k: int | None = None,
+    keep_chain: bool = False,
+) -> Tree:
     """The `budget` heaviest prefixes of one drafter pass, in the order the module describes.
 
     logits: [D, V], any float dtype; row d - 1 is slot d. Temperature, if any, is already applied.
     top_k: keep only ranks 0..top_k - 1 of each slot (weights are not renormalised).
+    keep_chain: the argmax of every slot is in the tree; the budget must be at least D.
     Fewer nodes come back where fewer prefixes exist. The tensors are on logits' device.
     """
     if logits.ndim != 2:
@@ -90,112 +105,70 @@ def build_tree(logits: Tensor, root_token: int, budget: int, *, top_k: int | Non
         raise ValueError(f"budget must be at least 0, not {budget}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, not {top_k}")
-    (ranked,) = _rank_slots(logits[None], budget, top_k)
-    return _grow(*ranked, root_token, budget, logits.device)
-
-
-Slots = tuple[
-    list[list[int]], list[list[float]]
-]  # of one pass: token ids and log-marginals by rank
-
-
-def _grow(
-    slot_tokens: list[list[int]],
-    slot_logq: list[list[float]],
-    root_token: int,
-    budget: int,
-    device: torch.device,
-) -> Tree:
-    """Pop prefixes best first until the budget is spent."""
-    tokens, parents, depths, log_weights = [root_token], [-1], [0], [0.0]
-
-    # A heap entry is one prefix that is not in the tree yet: (-log-weight, depth, ranks, parent
-    # node). Its first three fields are the module's order; ranks are unique, so the parent is
-    # never compared. Each prefix enters once: by its sibling one rank up or, at rank 0, by its
-    # parent. Both come before it in the order, so the heap's minimum is always the next prefix of
-    # all those left.
-    heap: list[tuple[float, int, tuple[int, ...], int]] = []
-
-    def push(ranks: tuple[int, ...], parent: int) -> None:
-        depth = len(ranks)
-        if depth <= len(slot_logq) and ranks[-1] < len(slot_logq[depth - 1]):
-            log_weight = math.fsum(map(list.__getitem__, slot_logq, ranks))
-            heapq.heappush(heap, (-log_weight, depth, ranks, parent))
-
-    push((0,), 0)
-    while heap and len(tokens) <= budget:
-        negative_log_weight, depth, ranks, parent = heapq.heappop(heap)
-        node = len(tokens)
-        tokens.append(slot_tokens[depth - 1][ranks[-1]])
-        parents.append(parent)
-        depths.append(depth)
-        log_weights.append(-negative_log_weight)
-        push((*ranks[:-1], ranks[-1] + 1), parent)
-        push((*ranks, 0), node)
-
-    return Tree(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        parents=torch.tensor(parents, dtype=torch.int64, device=device),
-        depths=torch.tensor(depths, dtype=torch.int64, device=device),
-        log_weights=torch.tensor(log_weights, dtype=torch.float64, device=device),
+    depth, vocabulary = logits.shape
+    if keep_chain and budget < depth:
+        raise ValueError(f"keep_chain needs a budget of at least the {depth} slots, not {budget}")
+    most = min(vocabulary, vocabulary if top_k is None else top_k)
+    budget = _possible(budget, depth, most)
+    used = min(most, budget)
+    slots = lay_out(logits, depth, used, copied=logits.device.type != "cpu")
+    ranks = Ranks.unknown(depth, used)
+    return grow_tree(
+        slots, ranks, root_token, budget, most, keep_chain=keep_chain, device=logits.device
     )
 
 
-def _rank_slots(logits: Tensor, budget: int, top_k: int | None) -> list[Slots]:
-    """For each pass of [R, D, V] and each slot that a tree of `budget` nodes can reach: its token
-    ids and log-marginals by rank.
-
-    How many ranks are enough: a node of depth d whose slot-d token has rank r (from 0) comes after
-    its d - 1 ancestors and its r siblings of lower rank, which are r + d - 1 different nodes. It is
-    in the tree only if r + d - 1 < budget, so slot d needs ranks 0..budget - d and no slot past
-    `budget` is reached. No smaller count will do (budget // d, say): if slots 1..d - 1 are all but
-    certain and slot d is flat, the tree is their chain and then budget - d + 1 siblings.
-    """
-    passes, depth, vocabulary = logits.shape
-    rows = logits.detach().reshape(passes * depth, vocabulary)
-    most = min(vocabulary, budget, vocabulary if top_k is None else top_k)
-    ids, logq = _rank_rows(rows, most, depth)
-    out: list[Slots] = []
-    for p in range(passes):
-        counts = [min(most, budget - d) for d in range(min(depth, budget))]
-        slots = range(p * depth, p * depth + len(counts))
-        out.append(
-            (
-                [ids[s][:n] for s, n in zip(slots, counts, strict=True)],
-                [logq[s][:n] for s, n in zip(slots, counts, strict=True)],
-            )
-        )
-    return out
+def _possible(budget: int, depth: int, most: int) -> int:
+    """The budget, or how many prefixes there are if that is less."""
+    prefixes, level = 0, 1
+    for _ in range(depth):
+        level *= most
+        prefixes += level
+        if prefixes >= budget:
+            return budget
+    return prefixes
 
 
-def _rank_rows(rows: Tensor, count: int, depth: int) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` highest logits of each row of [N, V], ranked by logit, then by lowest id."""
-    exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
-    log_total = exact.logsumexp(-1).to(torch.float64)
-    # Not finite for a NaN, a +inf, or nothing but -inf (a lone -inf is a token ruled out).
-    bad = (~log_total.isfinite()).nonzero()
-    if len(bad):
-        raise ValueError(f"slot {int(bad[0]) % depth + 1} has NaN logits or no finite softmax")
-    if count <= 0:
-        return [[] for _ in rows], [[] for _ in rows]
-    # torch.topk promises neither which of several equal logits it keeps nor their order: sort what
-    # it gives by id and then, stably, by logit. A row whose next logit ties with its last one may
-    # have got the wrong ids, so it is ranked by itself.
-    values, ids = rows.topk(min(count + 1, rows.shape[1]))
-    crowded = []
-    if values.shape[1] > count:
-        crowded = (values[:, count] == values[:, count - 1]).nonzero().flatten().tolist()
-        values, ids = values[:, :count], ids[:, :count]
-    by_id = ids.argsort(dim=1)
-    values, ids = values.gather(1, by_id), ids.gather(1, by_id)
-    by_logit = values.argsort(dim=1, descending=True, stable=True)
-    values, ids = values.gather(1, by_logit), ids.gather(1, by_logit)
-    for r in crowded:
-        candidates = (rows[r] >= values[r, -1]).nonzero().squeeze(1)
-        order = rows[r, candidates].argsort(descending=True, stable=True)
-        ids[r] = candidates[order[:count]]
-        values[r] = rows[r, ids[r]]
-    return ids.tolist(), (values.to(torch.float64) - log_total[:, None]).tolist()
+@dataclass(frozen=True)
+class Ranks:
+    """The best tokens of each slot by rank, as far as growth has asked for them."""
+
+    tokens: NDArray[np.int64]  # [D, ranks]
+    logq: NDArray[np.float64]  # [D, ranks], log-marginals
+    known: NDArray[np.int64]  # [D], how many of them are filled in
+
+    @classmethod
+    def unknown(cls, depth: int, most: int) -> "Ranks":
+        shape = (depth, most)
+        return cls(np.empty(shape, np.int64), np.empty(shape), np.zeros(depth, np.int64))
+
+
+def grow_tree(
+    slots: Slots,
+    ranks: Ranks,
+    root_token: int,
+    budget: int,
+    most: int,
+    *,
+    keep_chain: bool,
+    device: torch.device,
+) -> Tree:
+    """build_tree from slots that are laid out and checked; `budget` and `most` are not above what there is."""
+    nodes = np.empty((3, budget + 1), np.int64)
+    log_weights = np.empty(budget + 1, np.float64)
+    grow(
+        *slots, ranks.tokens, ranks.logq, ranks.known, 0, root_token,
+        budget, most, keep_chain, nodes, log_weights,
+    )  # fmt: skip
+    packed, weights = torch.from_numpy(nodes), torch.from_numpy(log_weights)
+    if device.type != "cpu":
+        packed, weights = packed.to(device), weights.to(device)
+    return Tree(*packed.unbind(0), weights)
+
+
+def _host(integers: Tensor) -> NDArray[np.int64]:
+    """As an array that compiled code takes: on the host, contiguous, int64."""
+    return np.ascontiguousarray(integers.numpy(force=True), np.int64)
 
 
 def chain_tree(draft_tokens: Tensor, root_token: int) -> Tree:
@@ -212,7 +185,9 @@ def chain_tree(draft_tokens: Tensor, root_token: int) -> Tree:
     return Tree(torch.cat([root, draft_tokens.long()]), depths - 1, depths, log_weights)
 
 
-def tree_accepted_lengths(logits: Tensor, continuation: Tensor, budgets: Sequence[int]) -> Tensor:
+def tree_accepted_lengths(
+    logits: Tensor, continuation: Tensor, budgets: Sequence[int], *, keep_chain: bool = False
+) -> Tensor:
     """Drafted tokens accepted in R independent rounds, at several budgets, with no target model.
 
     Under greedy decoding the target's own text is known beforehand, so a round accepts the longest
@@ -221,6 +196,7 @@ def tree_accepted_lengths(logits: Tensor, continuation: Tensor, budgets: Sequenc
     logits: [R, D, V], one drafter pass a round.
     continuation: int64 [R, D], the target's text after each round's last accepted token; -1 is
     unknown or past the end, and ends the match.
+    keep_chain: as in build_tree, for every budget.
     Returns int64 [R, len(budgets)] on the CPU, each 0..D: for every budget exactly
     len(build_tree(...).walk(...)) - 1.
     """
@@ -229,21 +205,25 @@ def tree_accepted_lengths(logits: Tensor, continuation: Tensor, budgets: Sequenc
         raise ValueError(f"logits and continuation must be [R, D, V] and [R, D], not {shapes}")
     if any(budget < 0 for budget in budgets):
         raise ValueError(f"budgets must be at least 0, not {list(budgets)}")
+    rounds, depth, vocabulary = logits.shape
+    if keep_chain and any(budget < depth for budget in budgets):
+        raise ValueError(
+            f"keep_chain needs budgets of at least the {depth} slots, not {list(budgets)}"
+        )
 
     biggest = max(budgets, default=0)
+    grown = _possible(biggest, depth, vocabulary)
     # [R, D]: the node index at which the continuation's prefix of each length joined the tree. The
     # tree of budget b is nodes 0..b of the biggest, so the prefix is in it where the index <= b.
-    joined = torch.full(continuation.shape, biggest + 1, dtype=torch.int64)
-    for index, (slots, answer) in enumerate(
-        zip(_rank_slots(logits, biggest, None), continuation.tolist(), strict=True)
-    ):
-        children = _grow(*slots, 0, biggest, torch.device("cpu")).children()
-        node = 0
-        for offset, token in enumerate(answer):
-            child = children[node].get(token)  # no token is -1
-            if child is None:
-                break
-            node = child
-            joined[index, offset] = node
+    joined = np.full((rounds, depth), biggest + 1, np.int64)
+    wanted = _host(continuation)
+    on_host = logits.device.type == "cpu"
+    step = max(1, (HOST_SLICE if on_host else DEVICE_SLICE) // max(1, depth * vocabulary))
+    for start in range(0, rounds, step):
+        rows = logits[start : start + step].flatten(0, 1)
+        slots = lay_out(rows, depth, min(vocabulary, grown), copied=not on_host)
+        part = slice(start, start + step)
+        join(*slots, grown, vocabulary, keep_chain, wanted[part], joined[part])
     # Parents join before children, so the prefixes in a tree are the shortest ones: count them.
-    return (joined[:, :, None] <= torch.tensor(budgets, dtype=torch.int64)).sum(dim=1)
+    columns = torch.tensor(budgets, dtype=torch.int64)
+    return (torch.from_numpy(joined)[:, :, None] <= columns).sum(dim=1)

@@ -219,6 +219,11 @@ class EvalConfig(Section):
         None, gt=0, description="Per set, in live mode, which runs the target; unset: all."
     )
     budgets: tuple[int, ...] = Field((16, 64, 256), description="Tree nodes of DDTree.")
+    keep_chain: bool = Field(
+        False,
+        description="Keep the drafter's chain in every tree: never fewer tokens a round than the chain, "
+        "but fewer on average at small budgets (docs/lab-log.md).",
+    )
     max_new_tokens: int = Field(512, gt=0)
     temperature: float = Field(0.0, ge=0, description="Of live decoding; 0 is greedy.")
     top_k: int | None = Field(
@@ -288,6 +293,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across_rooms(self) -> Config:
+        chain = self.drafter.block_size - 1
+        if self.eval.keep_chain and self.eval.budgets and self.eval.budgets[0] < chain:
+            raise ValueError(
+                f"eval.keep_chain needs trees of at least drafter.block_size - 1 = {chain} nodes, but "
+                f"eval.budgets has {self.eval.budgets[0]}"
+            )
         if self.train.distillation > 0 and not self.extract.store_last_hidden:
             raise ValueError(
                 f"train.distillation is {self.train.distillation} but extract.store_last_hidden is "

@@ -32,9 +32,9 @@ def propose_chain(logits: Tensor, root: int) -> Tree:
     return chain_tree(logits.argmax(-1), root)
 
 
-def propose_tree(budget: int) -> Propose:
+def propose_tree(budget: int, *, keep_chain: bool = False) -> Propose:
     """DDTree with this many nodes."""
-    return lambda logits, root: build_tree(logits, root, budget)
+    return lambda logits, root: build_tree(logits, root, budget, keep_chain=keep_chain)
 
 
 class Drafting:

@@ -57,7 +57,11 @@ def live_sets(
             ).as_dict()
         )  # fmt: skip
         for budget in (None, *options.budgets):
-            propose = propose_chain if budget is None else propose_tree(budget)
+            propose = (
+                propose_chain
+                if budget is None
+                else propose_tree(budget, keep_chain=options.keep_chain)
+            )
             answer = partial(decode, target, drafter, head, propose=propose, sampler=sampler)
             answer(prompts[0], max_new_tokens=8)  # warm-up
             decoded = [

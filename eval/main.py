@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
-from configs.provenance import FolderLock, file_sha256, provenance
+from configs.provenance import FolderLock, file_sha256, fingerprint, provenance
 from configs.schema import Config, EvalConfig
 from eval import compare
 from eval.decode import Decoded
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int | None:
         run_dir / "eval-sets" / next(iter(sets)) / "states", device=device, dtype=dtype
     )
     target = load_target(config.target, dtype=config.eval.dtype) if args.mode == "live" else None
-    notes = sampling_notes(config.eval, args.mode)
+    notes = notes_on(config.eval, args.mode)
     for note in notes:
         print(note)
     reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
@@ -102,7 +103,8 @@ def main(argv: list[str] | None = None) -> int | None:
     with FolderLock(run_dir, f"eval-{args.mode}"):
         for folder in folders:
             out = results_folder(run_dir, folder, args.mode)
-            if not args.again and evaluated(out, folder):
+            settings = settings_of(config, args.mode)
+            if not args.again and evaluated(out, folder, settings):
                 print(f"{folder.name} has {args.mode} results in {out}; --again evaluates it anew")
                 continue
             drafter = load(folder, sets, device, dtype)
@@ -121,6 +123,7 @@ def main(argv: list[str] | None = None) -> int | None:
                 },
                 "target": next(iter(sets.values())).manifest.target.model_dump()
                 | {"dtype": config.eval.dtype, "enable_thinking": config.target.enable_thinking},
+                "settings": settings,
                 "max_new_tokens": config.eval.max_new_tokens,
                 "sampling": Sampler.of(config.eval).settings if args.mode == "live" else {},
                 "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
@@ -171,23 +174,40 @@ def results_folder(run_dir: Path, checkpoint: Path, mode: str) -> Path:
     return folder if mode == "replay" else folder / mode
 
 
-def evaluated(results: Path, checkpoint: Path) -> bool:
-    """Whether these results are of these weights."""
+def evaluated(results: Path, checkpoint: Path, settings: str) -> bool:
+    """Whether these results are of these weights and were made with these settings."""
     file = results / "results.json"
     if not file.exists():
         return False
-    found: str = read_results(file)["checkpoint"]["fingerprint"]
-    return found == fingerprint_of(checkpoint)
+    found = read_results(file)
+    return (found["checkpoint"]["fingerprint"], found.get("settings")) == (
+        fingerprint_of(checkpoint),
+        settings,
+    )
 
 
-def sampling_notes(options: EvalConfig, mode: str) -> list[str]:
-    """What a reader must know of the sampling settings, in one line; nothing under plain greedy decoding."""
+def notes_on(options: EvalConfig, mode: str) -> list[str]:
+    """What a reader must know of the settings, a line each; nothing under plain greedy decoding with best-first trees."""
+    notes = []
     settings = ", ".join(f"eval.{k}={v:g}" for k, v in Sampler.of(options).settings.items())
-    if not settings:
-        return []
-    if mode == "live":
-        return [f"Every decoder picks its tokens with {settings}."]
-    return [f"Replay measures plain greedy decoding; {settings} applies to live mode only."]
+    if settings and mode == "replay":
+        notes.append(
+            f"Replay measures plain greedy decoding; {settings} applies to the other modes only."
+        )
+    elif settings:
+        notes.append(f"Every decoder picks its tokens with {settings}.")
+    if options.keep_chain:
+        notes.append("Every tree holds the drafter's chain (eval.keep_chain).")
+    return notes
+
+
+def settings_of(config: Config, mode: str) -> str:
+    """A fingerprint of what a result depends on beside the weights."""
+    options = config.eval.model_dump()
+    live_only = {"live_prompts", *(f.name for f in fields(Sampler))}
+    return fingerprint(
+        {k: str(v) for k, v in options.items() if mode != "replay" or k not in live_only}
+    )
 
 
 def step_number(checkpoint: Path) -> int | None:

@@ -65,7 +65,12 @@ def draft_everywhere(
 
 @torch.inference_mode()
 def replay(
-    drafter: DFlashDrafter, head: TargetHead, sample: Sample, budgets: Sequence[int]
+    drafter: DFlashDrafter,
+    head: TargetHead,
+    sample: Sample,
+    budgets: Sequence[int],
+    *,
+    keep_chain: bool = False,
 ) -> dict[int | None, Replayed]:
     """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end)."""
     first = len(sample.input_ids) - int(sample.loss_mask.sum())
@@ -76,7 +81,8 @@ def replay(
         text = continuation[done : done + len(logits)]
         done += len(logits)
         chain = (logits.argmax(-1).cpu() == text).long().cumprod(1).sum(1, keepdim=True)
-        accepted.append(torch.cat([chain, tree_accepted_lengths(logits, text, budgets)], dim=1))
+        trees = tree_accepted_lengths(logits, text, budgets, keep_chain=keep_chain)
+        accepted.append(torch.cat([chain, trees], dim=1))
     columns = torch.cat(accepted).T.tolist()
     return {key: walk_answer(c) for key, c in zip((None, *budgets), columns, strict=True)}
 
@@ -108,14 +114,16 @@ def replay_sets(
     config: Config, drafter: DFlashDrafter, head: TargetHead, sets: dict[str, ShardReader]
 ) -> list[dict[str, Any]]:
     """A row per data set and decoder."""
+    options = config.eval
     rows = []
     for name, reader in sets.items():
-        answers: dict[int | None, list[Answer]] = {key: [] for key in (None, *config.eval.budgets)}
+        answers: dict[int | None, list[Answer]] = {key: [] for key in (None, *options.budgets)}
         repetitive = 0
         for sample in (reader[i] for i in range(len(reader))):
             spoken = sample.input_ids[-int(sample.loss_mask.sum()) :].tolist()
             repetitive += repetition_rate(spoken) > REPETITIVE
-            for key, got in replay(drafter, head, sample, config.eval.budgets).items():
+            rounds = replay(drafter, head, sample, options.budgets, keep_chain=options.keep_chain)
+            for key, got in rounds.items():
                 size = drafter.block_size - 1 if key is None else key
                 answers[key].append(
                     Answer(

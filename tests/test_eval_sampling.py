@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import eval.decode
-from configs.schema import EvalConfig, TargetConfig
+from configs.schema import Config, EvalConfig, TargetConfig
 from eval.decode import Drafting, decode, propose_chain, propose_tree, walk
-from eval.main import sampling_notes
+from eval.main import notes_on, settings_of
 from eval.tree import Tree, build_tree
 from eval.verify import Verifier
 from extract.choose import Sampler
@@ -354,6 +354,23 @@ def test_every_setting_of_the_config_reaches_the_sampler_and_the_report():
     assert Sampler.of(options) == Sampler(0.7, 8, 0.9, 0.05, 1.2)
     named = "eval.temperature=0.7, eval.top_k=8, eval.top_p=0.9, eval.min_p=0.05, eval.repetition_penalty=1.2"
     for mode, words in (("live", "picks its tokens with"), ("replay", "plain greedy decoding")):
-        (note,) = sampling_notes(options, mode)
+        (note,) = notes_on(options, mode)
         assert named in note and words in note
-        assert sampling_notes(EvalConfig(), mode) == []
+        assert notes_on(EvalConfig(), mode) == []
+        assert "keep_chain" in notes_on(EvalConfig(keep_chain=True), mode)[0]
+
+
+def test_results_made_with_other_settings_are_not_taken_for_these():
+    """Replay does not depend on what only live decoding reads."""
+    config = Config.model_validate(
+        {"run_dir": "r", "target": {"path": "t"}, "data": {"prompts": ["p"]}}, strict=False
+    )
+
+    def made(mode: str, **options: object) -> str:
+        return settings_of(config.model_copy(update={"eval": EvalConfig(**options)}), mode)
+
+    for options in ({"budgets": (16,)}, {"keep_chain": True}, {"max_new_tokens": 9}):
+        assert made("replay", **options) != made("replay")
+    for options in ({"temperature": 0.5}, {"live_prompts": 3}):
+        assert made("replay", **options) == made("replay")
+        assert made("live", **options) != made("live")

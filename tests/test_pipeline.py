@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+import eval.replay
 from configs.load import load_config
 from eval.decode import decode, propose_chain, propose_tree
 from eval.replay import replay
@@ -121,7 +122,7 @@ def trained(extracted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained):
+def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained, monkeypatch):
     config = load_config(trained)
     run_dir = Path(config.run_dir)
     drafter = load_drafter(complete_checkpoints(run_dir)[-1]).eval()
@@ -136,7 +137,8 @@ def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained):
             first = len(sample.input_ids) - int(sample.loss_mask.sum())
             prompt, answer = sample.input_ids[:first].tolist(), sample.input_ids[first:].tolist()
             assert decode_batch(target, [prompt], limit)[0][0] == answer
-            replayed = replay(drafter, head, sample, [1, 2, 8, 20, 200])
+            budgets = [1, 2, 8, 20, 200]
+            replayed = replay(drafter, head, sample, budgets)
             for key, got in replayed.items():
                 propose = propose_chain if key is None else propose_tree(key)
                 live = decode(target, drafter, head, prompt, propose, max_new_tokens=limit)
@@ -144,6 +146,13 @@ def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained):
                 assert (live.committed, live.accepted) == (got.committed, got.accepted), (i, key)
                 assert sum(got.committed) == len(answer) - 1
                 seen.update(got.accepted)
+            # the other kind of tree, and another slice of positions at a time
+            monkeypatch.setattr(eval.replay, "HOST_SLOTS", 4 * (1 + i % 5))
+            kept = replay(drafter, head, sample, budgets[2:], keep_chain=True)
+            assert kept[None] == replayed[None]
+            propose = propose_tree(8, keep_chain=True)
+            live = decode(target, drafter, head, prompt, propose, max_new_tokens=limit)
+            assert (live.committed, live.accepted) == (kept[8].committed, kept[8].accepted)
     assert len(seen) >= 3, f"only accepted lengths {seen}: the test has seen too little"
 
 
@@ -177,12 +186,12 @@ def test_sampling_settings_apply_to_live_and_replay_says_so(trained, tmp_path):
     source = complete_checkpoints(Path(load_config(trained).run_dir))[-1]
     shutil.copytree(source, run_dir / "checkpoints" / source.name)
     results = run_dir / "evals" / source.name
-    short = ["--set", "eval.budgets=[8]", "--again"]
+    short = ["--set", "eval.budgets=[8]"]  # other settings: no --again is needed
     command = ["eval/main.py", "--config", str(config), *short]
 
     sampled = ["--set", "eval.temperature=0.9", "--set", "eval.top_p=0.95"]
     named = "eval.temperature=0.9, eval.top_p=0.95"
-    assert f"plain greedy decoding; {named} applies to live" in run(*command, *sampled)
+    assert f"plain greedy decoding; {named} applies to the other" in run(*command, *sampled)
     replayed = json.loads((results / "results.json").read_text())
     assert named in replayed["notes"][0] and {r["temperature"] for r in replayed["rows"]} == {0.0}
     assert "eval.temperature=0.9" in (results / "report.md").read_text()

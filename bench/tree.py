@@ -50,7 +50,7 @@ def published_rank(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
 def published_grow(ids: Tensor, logq: Tensor, root: int, budget: int) -> Fields:
     slot_tokens, slot_logq = ids.numpy(), logq.numpy()
     tokens, parents, depths, weights = [root], [-1], [0], [0.0]
-    heap = [(-float(slot_logq[0, 0]), (0,), 0)]
+    heap: list[tuple[float, tuple[int, ...], int]] = [(-float(slot_logq[0, 0]), (0,), 0)]
     while heap and len(tokens) <= budget:
         negative, ranks, parent = heapq.heappop(heap)
         depth, rank, node = len(ranks), ranks[-1], len(tokens)
@@ -136,14 +136,14 @@ def main() -> None:
                 mine, theirs = our_pass(logits, budget), published_pass(logits, budget)
                 # The published sums round differently, so near-ties may swap; the weights say it is the same tree.
                 torch.testing.assert_close(mine[3], theirs[3], rtol=0, atol=1e-4)
-                pairs = (
+                pairs: tuple[tuple[Callable[[], object], Callable[[], object]], ...] = (
                     (partial(published_grow, ids, logq, 0, budget), our_grow(logits, budget)),
                     (partial(published_rank, logits, budget), partial(our_rank, logits, budget)),
                     (partial(published_pass, logits, budget), partial(our_pass, logits, budget)),
                 )  # fmt: skip
                 cells = ""
                 for pair in pairs:
-                    old, new = race(*pair, options.seconds)
+                    old, new = race(pair[0], pair[1], options.seconds)
                     cells += f"{old:10.3f} /{new:7.3f} ={old / new:5.1f}"
                 print(
                     f"{vocabulary:7} {name:>7} {budget:6} {int(mine[2].max()):5}{cells}", flush=True

@@ -19,7 +19,7 @@ from torch import Tensor
 # another device the blocks are copied, so small ones are better.
 HOST_BLOCK, COPIED_BLOCK = 128, 8
 # Logits exponentiated at a time on the host, so that they and their exponentials stay in the cache.
-CHUNK = 1 << 17
+CHUNK = 160_000
 
 
 class Slots(NamedTuple):
@@ -75,7 +75,7 @@ def _log_totals(rows: Tensor, depth: int) -> NDArray[np.float64]:
     again = np.flatnonzero(~(np.abs(log_total) < 50))
     if len(again):
         for i in again:
-            log_total[i] = float(rows[i].logsumexp(0))
+            log_total[i] = float(rows[i].logsumexp(0))  # by itself, for the same reason
         # Not finite for a NaN, a +inf, or nothing but -inf (a lone -inf is a token ruled out).
         bad = np.flatnonzero(~np.isfinite(log_total))
         if len(bad):

@@ -163,7 +163,8 @@ def grow_tree(
     packed, weights = torch.from_numpy(nodes), torch.from_numpy(log_weights)
     if device.type != "cpu":
         packed, weights = packed.to(device), weights.to(device)
-    return Tree(*packed.unbind(0), weights)
+    tokens, parents, depths = packed.unbind(0)
+    return Tree(tokens, parents, depths, weights)
 
 
 def _host(integers: Tensor) -> NDArray[np.int64]:

@@ -18,8 +18,8 @@ def log_marginals(logits: Tensor) -> list[list[tuple[float, int]]]:
     totals = lay_out(logits, len(logits), 0, copied=False).log_total.tolist()
     slots = []
     for row, total in zip(logits.double().tolist(), totals, strict=True):
-        ranking = sorted(range(len(row)), key=lambda token, row=row: (-row[token], token))
-        slots.append([(min(row[token] - total, 0.0), token) for token in ranking])
+        ranking = sorted((-logit, token) for token, logit in enumerate(row))
+        slots.append([(min(-negative - total, 0.0), token) for negative, token in ranking])
     return slots
 
 

@@ -8,7 +8,6 @@ format is that of a running 0.32).
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,9 +27,8 @@ class Served:
     """One answer and the rounds that the engine counted for it. The first token is the prefill's, of no round."""
 
     tokens: list[int]
-    rounds: tuple[
-        int, ...
-    ]  # [k]: rounds that accepted k drafts, whole, where a stop cuts the last one short
+    # [k]: rounds that accepted k drafts; whole, also where a stop cuts the last one short
+    rounds: tuple[int, ...]
     drafted: int
     seconds: float | None  # of decoding, without the prefill
 
@@ -115,10 +113,11 @@ class Vllm:
 
 def parse_metrics(text: str) -> dict[tuple[str, int | None], float]:
     """Prometheus text -> the counters of interest by name and draft position, summed over a server's engines."""
-    counters: Counter[tuple[str, int | None]] = Counter()
+    counters: dict[tuple[str, int | None], float] = {}
     for name, labels, value in METRIC.findall(text):
         position = POSITION.search(labels)
-        counters[name, int(position[1]) if position else None] += float(value)
+        key = name, int(position[1]) if position else None
+        counters[key] = counters.get(key, 0.0) + float(value)
     return counters
 
 

@@ -29,7 +29,8 @@ def served_sets(
             f"{block_size - 1}; start it with this checkpoint and as many speculative tokens"
         )
     options = config.eval
-    rows, notes = [], [f"Served by {engine.name}, which does not name its drafter."]
+    rows: list[dict[str, Any]] = []
+    notes = [f"Served by {engine.name}, which does not name its drafter."]
     for name, reader in sets.items():
         asked = questions(config, reader)
         if not rows:

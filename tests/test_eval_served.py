@@ -246,6 +246,12 @@ def test_what_the_server_is_asked(config, engine, reader, asked):
     few = config.model_copy(update={"eval": config.eval.model_copy(update={"live_prompts": 2})})
     row, _ = serve(few, engine, reader)
     assert row["prompts"] == 2
+    engine.owner = "sglang"
+    serve(config, engine, reader)
+    body = engine.asked[-1]
+    assert body["input_ids"] == asked[-1].prompt
+    assert body["sampling_params"].items() >= {"temperature": 0, "repetition_penalty": 1}.items()
+    assert body["sampling_params"]["max_new_tokens"] == config.eval.max_new_tokens
 
 
 def test_an_answer_that_differs_later_is_counted_and_told(config, engine, reader, asked):

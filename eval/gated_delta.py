@@ -82,10 +82,10 @@ class GatedDelta:
     """One layer's recurrent past: the last K-1 inputs of its convolution and its matrix per head."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
+        m: Any = module
+        self.module = m
         self.project = PROJECTIONS[type(module).__name__]
-        weight: Tensor = self.module.conv1d.weight  # [C, 1, K]
-        m = self.module
+        weight: Tensor = m.conv1d.weight  # [C, 1, K]
         self.dtype = torch.promote_types(weight.dtype, torch.float32)  # of the recurrence
         self.window = weight.new_zeros(m.conv_kernel_size - 1, weight.shape[0])
         self.state = weight.new_zeros(m.num_v_heads, m.head_k_dim, m.head_v_dim, dtype=self.dtype)

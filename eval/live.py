@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,24 @@ from extract.regenerate import decode_batch
 from extract.shards import ShardReader
 from extract.target import Target
 from train.drafter import DFlashDrafter
+
+
+class Question(NamedTuple):
+    id: str
+    prompt: list[int]
+    answer: list[int]  # the target's stored greedy one
+
+
+def questions(config: Config, reader: ShardReader) -> list[Question]:
+    """The held-out prompts of a set that are decoded anew, eval.live_prompts of them."""
+    asked = []
+    for sample in (
+        reader[i] for i in range(min(len(reader), config.eval.live_prompts or len(reader)))
+    ):
+        ids = sample.input_ids.tolist()
+        first = len(ids) - int(sample.loss_mask.sum())
+        asked.append(Question(sample.id, ids[:first], ids[first:]))
+    return asked
 
 
 def live_sets(
@@ -34,16 +52,14 @@ def live_sets(
     rows: list[dict[str, Any]] = []
     compared, mismatches, margin = 0, 0, 0.0
     for name, reader in sets.items():
-        samples = [reader[i] for i in range(min(len(reader), options.live_prompts or len(reader)))]
-        prompts = [
-            s.input_ids[: len(s.input_ids) - int(s.loss_mask.sum())].tolist() for s in samples
-        ]
+        asked = questions(config, reader)
+        prompts = [q.prompt for q in asked]
         if name not in reference:
             decode_batch(target, prompts[:1], 4)  # warm-up
             reference[name] = [
                 plain(target, p, config, seeded(config, target, i)) for i, p in enumerate(prompts)
             ]
-        plain_answers = [to_answer(s.id, d) for s, d in zip(samples, reference[name], strict=True)]
+        plain_answers = [to_answer(q.id, d) for q, d in zip(asked, reference[name], strict=True)]
         repetitive = sum(repetition_rate(d.tokens) > REPETITIVE for d in reference[name])
         base: dict[str, Any] = {
             "dataset": name,
@@ -85,7 +101,7 @@ def live_sets(
                 margin = max([margin, *parted])
             rows.append(
                 summarize(
-                    [to_answer(s.id, d) for s, d in zip(samples, decoded, strict=True)],
+                    [to_answer(q.id, d) for q, d in zip(asked, decoded, strict=True)],
                     decoder="dflash" if budget is None else "ddtree",
                     budget=budget,
                     lossless=lossless,

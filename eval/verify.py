@@ -40,7 +40,7 @@ class Verifier:
     def __init__(self, target: Target, taps: Sequence[int]) -> None:
         self.target, self.taps = target, tuple(taps)
         self.kinds = layer_kinds(target)
-        self.window: int | None = getattr(target.config, "sliding_window", None)
+        self.window: int = getattr(target.config, "sliding_window", None) or 0  # of sliding layers
         self.cache = DynamicCache(config=target.config)
         self.cache.layers = [
             layer if kind == LINEAR else GrowingLayer()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,20 +21,80 @@ from extract.regenerate import Reason
 
 ATTEMPTS = 6  # with waits of 1, 2, 4, 8, 16 s between: half a minute of a restarting server
 
+# A server takes what a request leaves out from the target's generation_config.json, where a repetition penalty would
+# change even greedy answers. Our own decoding knows a temperature and nothing else.
+NO_FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
-class Server:
-    def __init__(self, url: str, config: Config, tokenizer: Any) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.tokenizer = tokenizer
-        self.limit, self.temperature = config.data.max_new_tokens, config.data.temperature
+
+class Client:
+    """HTTP to one server. Tries again while it is unreachable, overloaded or restarting; its refusals are final."""
+
+    def __init__(self, url: str, attempts: int = ATTEMPTS) -> None:
+        self.url, self.attempts = url.rstrip("/").removesuffix("/v1"), attempts
         headers = {}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=600, trust_env=False)
-        models = self._request("GET", "/v1/models", None).get("data") or []
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=600, trust_env=False)
+
+    def model(self) -> dict[str, Any]:
+        """The card of the first model that it lists."""
+        models: list[dict[str, Any]] = self.json("GET", "/v1/models").get("data") or []
         if not models:
-            raise UserError(f"the server at {url} lists no model at /v1/models")
-        self.name = str(models[0]["id"])
+            raise UserError(f"the server at {self.url} lists no model at /v1/models")
+        return models[0]
+
+    def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._call(method, path, body, lambda response: response.json())
+
+    def text(self, path: str) -> str:
+        return self._call("GET", path, None, lambda response: response.text)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The only choice of a completion, with the token ids where the server gives them."""
+        body = {"return_token_ids": True, "skip_special_tokens": False, **NO_FILTERS, **body}
+        choices: list[dict[str, Any]] = (
+            self.json("POST", "/v1/completions", body).get("choices") or []
+        )
+        if not choices:
+            raise UserError(f"the server at {self.url} answered a completion without choices")
+        return choices[0]
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        read: Callable[[httpx.Response], Any],
+    ) -> Any:
+        for attempt in range(self.attempts):
+            try:
+                response = self.http.request(method, path, json=body)
+                if response.status_code < 500 and response.status_code != 429:
+                    if response.status_code != 200:
+                        text = response.text.strip()[:200]
+                        raise UserError(
+                            f"the server at {self.url} refused {path}: {response.status_code} {text}"
+                        )
+                    return read(response)
+                problem = f"status {response.status_code}"
+            except (httpx.TransportError, ValueError) as error:
+                problem = str(error) or type(error).__name__
+            if attempt + 1 < self.attempts:
+                time.sleep(2**attempt)
+        tried = f"in {self.attempts} attempts " if self.attempts > 1 else ""
+        raise UserError(
+            f"the server at {self.url} did not answer {path} {tried}({problem}); "
+            "run the same command again when it is up"
+        )
+
+
+class Server:
+    """Answers prompts for extraction."""
+
+    def __init__(self, url: str, config: Config, tokenizer: Any) -> None:
+        self.client, self.tokenizer = Client(url), tokenizer
+        self.limit, self.temperature = config.data.max_new_tokens, config.data.temperature
+        self.name = str(self.client.model()["id"])
 
     def answer(self, prompts: Sequence[list[int]], seed: int) -> list[tuple[list[int], Reason]]:
         """One request a prompt, all of a batch at once: the server batches better than we could."""
@@ -42,19 +102,15 @@ class Server:
             return list(pool.map(lambda p: self._one(p, seed), prompts))
 
     def _one(self, prompt: list[int], seed: int) -> tuple[list[int], Reason]:
-        body = {
-            "model": self.name,
-            "prompt": prompt,
-            "max_tokens": self.limit,
-            "temperature": self.temperature,
-            "seed": seed % 2**31,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-        }
-        choices = self._request("POST", "/v1/completions", body).get("choices") or []
-        if not choices:
-            raise UserError(f"the server at {self.url} answered a completion without choices")
-        choice = choices[0]
+        choice = self.client.complete(
+            {
+                "model": self.name,
+                "prompt": prompt,
+                "max_tokens": self.limit,
+                "temperature": self.temperature,
+                "seed": seed % 2**31,
+            }
+        )
         reason: Reason = "stop" if choice.get("finish_reason") == "stop" else "length"
         ids = choice.get("token_ids")
         if ids is None:
@@ -63,26 +119,3 @@ class Server:
         if reason == "stop" and stop is not None and (not ids or ids[-1] != stop):
             ids = [*ids, stop]
         return [int(i) for i in ids], reason
-
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Try again while the server is unreachable, overloaded or restarting; its refusals are final."""
-        for attempt in range(ATTEMPTS):
-            try:
-                response = self.client.request(method, path, json=body)
-                if response.status_code < 500 and response.status_code != 429:
-                    if response.status_code != 200:
-                        text = response.text.strip()[:200]
-                        raise UserError(
-                            f"the server at {self.url} refused {path}: {response.status_code} {text}"
-                        )
-                    out: dict[str, Any] = response.json()
-                    return out
-                problem = f"status {response.status_code}"
-            except (httpx.TransportError, ValueError) as error:
-                problem = str(error) or type(error).__name__
-            if attempt + 1 < ATTEMPTS:
-                time.sleep(2**attempt)
-        raise UserError(
-            f"the server at {self.url} did not answer {path} in {ATTEMPTS} attempts ({problem}); "
-            "answers so far are kept, run the same command again when it is up"
-        )

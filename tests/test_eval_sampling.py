@@ -366,11 +366,16 @@ def test_results_made_with_other_settings_are_not_taken_for_these():
         {"run_dir": "r", "target": {"path": "t"}, "data": {"prompts": ["p"]}}, strict=False
     )
 
-    def made(mode: str, **options: object) -> str:
-        return settings_of(config.model_copy(update={"eval": EvalConfig(**options)}), mode)
+    def made(mode: str, options: EvalConfig) -> str:
+        return settings_of(config.model_copy(update={"eval": options}), mode)
 
-    for options in ({"budgets": (16,)}, {"keep_chain": True}, {"max_new_tokens": 9}):
-        assert made("replay", **options) != made("replay")
-    for options in ({"temperature": 0.5}, {"live_prompts": 3}):
-        assert made("replay", **options) == made("replay")
-        assert made("live", **options) != made("live")
+    usual = EvalConfig()
+    for other in (
+        EvalConfig(budgets=(16,)),
+        EvalConfig(keep_chain=True),
+        EvalConfig(max_new_tokens=9),
+    ):
+        assert made("replay", other) != made("replay", usual)
+    for other in (EvalConfig(temperature=0.5), EvalConfig(live_prompts=3)):
+        assert made("replay", other) == made("replay", usual)
+        assert made("live", other) != made("live", usual)

@@ -253,7 +253,7 @@ def test_conditional_generation_class(tmp_path):
         "intermediate_size": 32,
         "out_hidden_size": 64,
     }
-    config = AutoConfig.for_model("qwen3_5", text_config=text.to_dict(), vision_config=vision)
+    config: Any = AutoConfig.for_model("qwen3_5", text_config=text.to_dict(), vision_config=vision)
     from transformers import Qwen3_5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -277,11 +277,12 @@ def test_layers_spread_over_devices_by_accelerate_hooks(targets, tmp_path):
     places |= {f"model.layers.{i}": "cpu" for i in range(6)}
     target = Target(dispatch_model(model, places, force_hooks=True), tiny_tokenizer(), "hooked")
     assert hasattr(target.layers[0].linear_attn, "_hf_hook")
-    before = target.layers[0].linear_attn.forward
+    module: Any = target.layers[0].linear_attn
+    before = module.forward
     plain, hooked = Verifier(targets("qwen3_5"), (0, 3)), Verifier(target, (0, 3))
     for mine, theirs in zip(hooked.prefill(PROMPT), plain.prefill(PROMPT), strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert target.layers[0].linear_attn.forward == before  # the hooks are back
+    assert module.forward == before  # the hooks are back
 
 
 # --- what is refused, and what must be caught -------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def test_bfloat16_is_judged_by_the_targets_own_rounding(targets, tmp_path):
     """Rounding passes, contamination does not."""
     folder = make_target(tmp_path, **FAMILIES["qwen3_5"])
     target = load(folder, "qwen3_5", torch.bfloat16)
-    options = {"nodes": 24, "rounds": 10, "new_tokens": 24}
+    options: dict[str, Any] = {"nodes": 24, "rounds": 10, "new_tokens": 24}
     for check in self_test(target, PROMPT, **options):
         assert check.passed and check.difference > 1e-3, str(check)
     for check in self_test(target, PROMPT, **options, verifier=Naive):

@@ -18,12 +18,14 @@ import yaml
 import eval.replay
 from configs.load import load_config
 from eval.decode import decode, propose_chain, propose_tree
+from eval.live import questions
 from eval.replay import replay
 from extract.head import load_head
 from extract.regenerate import decode_batch
 from extract.shards import ShardReader
 from extract.target import load_target
 from tests.conftest import QUESTIONS, make_target, write_config, write_prompts
+from tests.test_eval_served import Engine
 from train.checkpoint import complete_checkpoints
 from train.layout import load_drafter
 
@@ -206,6 +208,33 @@ def test_sampling_settings_apply_to_live_and_replay_says_so(trained, tmp_path):
     check = live["lossless_check"]
     assert check["compared_tokens"] > 0 and check["answers_that_differ"] == 0
     assert all(r["lossless"] for r in live["rows"]) and "repetition_penalty=1.3" in live["notes"][0]
+
+
+def test_served_reads_from_an_engine_what_live_counts(trained):
+    """The server here answers with our own decoding and counts as vLLM does; tests/test_serving.py starts a real vLLM."""
+    config = load_config(trained)
+    run_dir = Path(config.run_dir)
+    checkpoint = complete_checkpoints(run_dir)[-1]
+    drafter, target = load_drafter(checkpoint).eval(), load_target(config.target, dtype="float32")
+    states = run_dir / "eval-sets" / "held" / "states"
+    head, script = load_head(states, dtype=torch.float32), {}
+    for q in questions(config, ShardReader(states)):
+        live = decode(target, drafter, head, q.prompt, propose_chain, max_new_tokens=20)
+        script[tuple(q.prompt)] = live.tokens, live.accepted
+    engine = Engine(script)
+    evaluate = ("eval/main.py", "--config", str(trained), "--again", "--mode")
+    out = run(*evaluate, "served", "--server", engine.url)
+    run(*evaluate, "live")
+    engine.shutdown()
+    assert "3 of 3 answers equal the stored" in out
+    folder = run_dir / "evals" / checkpoint.name
+    (served,) = json.loads((folder / "served" / "results.json").read_text())["rows"]
+    rows = json.loads((folder / "live" / "results.json").read_text())["rows"]
+    (chain,) = [row for row in rows if row["decoder"] == "dflash"]
+    for key in ("rounds", "tokens", "accepted", "drafted", "accept_at_position", "tau_without_bonus",
+                "prompts", "cut_rounds", "short_answers", "repetitive_answers"):  # fmt: skip
+        assert served[key] == chain[key], key
+    assert served["tau"] == 1 + chain["tau_without_bonus"] >= chain["tau"]
 
 
 def gradients(config: Path) -> list[dict]:

@@ -54,8 +54,8 @@ def checkpoint_config(model: DFlashDrafter, dtype: torch.dtype) -> dict[str, Any
     return out
 
 
-def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
-    """A drafter from a checkpoint folder. Raises ValueError, in one sentence, for what this code cannot represent."""
+def load_shape(folder: Path) -> tuple[Qwen3Config, DraftShape]:
+    """What a checkpoint's config.json says. Raises ValueError, in one sentence, for what this code cannot represent."""
     file = folder / "config.json"
     if not file.exists():
         raise ValueError(f"{folder} is not a drafter checkpoint: it has no config.json")
@@ -88,7 +88,13 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
         num_target_layers=found["num_target_layers"],
         causal_sliding=sliding and raw.get("is_causal") is None,
     )
-    model = DFlashDrafter(Qwen3Config.from_dict(raw), shape)
+    return Qwen3Config.from_dict(raw), shape
+
+
+def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
+    """A drafter from a checkpoint folder. Raises ValueError as load_shape does, and for weights that do not fit."""
+    config, shape = load_shape(folder)
+    model = DFlashDrafter(config, shape)
     state = load_file(folder / "model.safetensors")
     problems = model.load_state_dict(state, strict=False)
     if problems.missing_keys or problems.unexpected_keys:

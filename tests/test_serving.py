@@ -1,0 +1,114 @@
+"""A real vLLM serves our checkpoint folder unchanged and accepts what we accept."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.load import load_config
+from extract.target import locate, unpack_gguf
+from tests.test_pipeline import run
+from train.checkpoint import complete_checkpoints
+
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+# The drafter trains on the very prompts that it is measured on, so that a minute makes it right often, and a mistake of
+# either side costs acceptance that shows.
+PROMPTS = "[eval/prompts/math.jsonl]"
+SETTINGS = {
+    "data.prompts": PROMPTS,
+    "data.max_samples": 12,
+    "data.max_new_tokens": 40,
+    "train.batch_size": 2,
+    "train.max_steps": 120,
+    "train.epochs": 120,
+    "train.learning_rate": 5e-3,
+    "train.checkpoint_every": 120,
+    "eval.prompts": PROMPTS,
+    "eval.max_prompts": 12,
+    "eval.live_prompts": 12,
+    "eval.max_new_tokens": 40,
+    "eval.budgets": "[]",
+}
+
+
+@contextmanager
+def vllm(target: Path, drafter: Path, log: Path) -> Iterator[str]:
+    """vLLM on loopback. In float32 its text is ours, and with the text the rounds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    speculative = {
+        "method": "dflash",
+        "model": str(drafter),
+        "num_speculative_tokens": json.loads((drafter / "config.json").read_text())["block_size"]
+        - 1,
+    }
+    command = [
+        os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server",
+        "--host", "127.0.0.1", "--port", str(port), "--model", str(target), "--dtype", "float32",
+        "--speculative-config", json.dumps(speculative), "--enforce-eager", "--max-model-len", "1024",
+    ]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            env={**kept, **offline, "VLLM_CPU_KVCACHE_SPACE": "2"},
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert server.poll() is None, log.read_text()[-3000:]
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(1)
+        else:
+            pytest.fail(f"vLLM did not start in ten minutes: {log.read_text()[-3000:]}")
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def chain(run_dir: Path, mode: str) -> dict[str, Any]:
+    (file,) = run_dir.glob(f"evals/*/{mode}/results.json")
+    rows = json.loads(file.read_text())["rows"]
+    (row,) = [row for row in rows if row["decoder"] == "dflash"]
+    return dict(row)
+
+
+def test_vllm_accepts_what_live_decoding_accepts(tmp_path):
+    settings = SETTINGS | {"run_dir": tmp_path / "run", "tracking.wandb": "disabled"}
+    sets = [x for key, value in settings.items() for x in ("--set", f"{key}={value}")]
+    common = ("--config", "configs/smollm2-demo.yaml", *sets)
+    run("extract/main.py", *common)
+    run("train/main.py", *common)
+    run("eval/main.py", *common, "--mode", "live")
+    (checkpoint,) = complete_checkpoints(tmp_path / "run")
+    config = load_config("configs/smollm2-demo.yaml")
+    target = Path(unpack_gguf(locate(config.target)).source)
+    with vllm(target, checkpoint, tmp_path / "vllm.log") as url:
+        out = run("eval/main.py", *common, "--mode", "served", "--server", url)
+    live, served = chain(tmp_path / "run", "live"), chain(tmp_path / "run", "served")
+    print(out, live, served, sep="\n")
+    assert served["prompts"] == live["prompts"] == 12
+    assert live["tau"] > 1.5, "the drafter learned too little for this test to see anything"
+    for one, other in ((served, live), (live, served)):
+        assert one["ci95"][0] <= other["tau"] <= one["ci95"][1]
+    near = pytest.approx(served["accept_at_position"], abs=0.08)
+    assert live["accept_at_position"] == near
+    assert served["tokens_per_second"] > 0

@@ -107,13 +107,21 @@ def evaluated(results: Path, checkpoint: Path, settings: str) -> bool:
     )
 
 
-def settings_of(config: Config, mode: str) -> str:
-    """A fingerprint of what a result depends on beside the weights."""
-    options = config.eval.model_dump()
-    live_only = {"live_prompts", *(f.name for f in fields(Sampler))}
-    return fingerprint(
-        {k: str(v) for k, v in options.items() if mode != "replay" or k not in live_only}
-    )
+def settings_of(
+    config: Config, mode: str, sets: dict[str, ShardReader], server: str | None = None
+) -> str:
+    """A fingerprint of what a result depends on beside the drafter's weights."""
+    options = {k: str(v) for k, v in config.eval.model_dump().items()}
+    if mode == "replay":
+        for name in ("live_prompts", *(f.name for f in fields(Sampler))):
+            options.pop(name)
+    else:
+        options |= {"seed": str(config.seed), "server": str(server)}
+    states = {
+        name: [r.manifest.data_fingerprint, r.manifest.target.fingerprint]
+        for name, r in sets.items()
+    }
+    return fingerprint({"options": options, "states": states})
 
 
 def step_number(checkpoint: Path) -> int | None:

@@ -52,6 +52,7 @@ from eval.served import served_sets
 from eval.track import log_results
 from extract.choose import Sampler
 from extract.head import load_head
+from extract.manifest import require
 from extract.shards import ShardReader
 from extract.target import DTYPES, Target, load_target, pick_device
 
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int | None:
     for note in (notes := notes_on(config.eval, args.mode)):
         print(note)
     measure = measurer(config, args.mode, args.server, sets)
-    settings = settings_of(config, args.mode)
+    settings = settings_of(config, args.mode, sets, args.server)
     failed = False
     with FolderLock(run_dir, f"eval-{args.mode}"):
         for folder in folders:
@@ -169,6 +170,8 @@ def measurer(
         )
 
     target = load_target(config.target, dtype=config.eval.dtype)
+    for reader in sets.values():
+        require(reader.manifest, reader.folder, **{"target.fingerprint": target.fingerprint()})
     require_lossless(target, config)
     reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
 

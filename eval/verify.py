@@ -60,7 +60,9 @@ class Verifier:
         assert self.past == 0, "prefill comes first"
         ids = torch.tensor(list(prompt), device=self.target.device)
         features = []
-        for chunk in ids.split(CHUNK):
+        for chunk in ids.split(
+            len(prompt) if rope_depends_on_length(self.target.config) else CHUNK
+        ):
             hidden, part = self._forward(chain_tree(chunk[1:], int(chunk[0])))
             features.append(part)
             self.commit(range(len(chunk)))
@@ -79,8 +81,8 @@ class Verifier:
         assert self.pending and path[0] == 0, "commit follows verify, and the root is on every path"
         rows = self.past + torch.tensor(list(path))
         for layer in self.attention:
-            assert layer.keys is not None
-            layer.keep(self.past, rows.to(layer.keys.device))
+            if layer.keys is not None:  # some layers read another layer's keys and keep none
+                layer.keep(self.past, rows.to(layer.keys.device))
         for recurrent in self.recurrent:
             recurrent.commit(path)
         self.past += len(path)
@@ -90,7 +92,8 @@ class Verifier:
         """Forget an open transaction."""
         if self.pending:
             for layer in self.attention:
-                layer.crop(-self.pending)
+                if layer.keys is not None:
+                    layer.crop(-self.pending)
             for recurrent in self.recurrent:
                 recurrent.pending = None
             self.pending = 0
@@ -156,12 +159,21 @@ def _run(recurrent: GatedDelta, shape: Shape, hidden_states: Tensor, **_: Any) -
     return recurrent.forward(here, hidden_states)
 
 
+def rope_depends_on_length(config: Any) -> bool:
+    """Whether the rotation of a token depends on how long the text is that is processed with it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return any(one.get("rope_type") in ("longrope", "dynamic") for one in by_kind)
+
+
 def layer_kinds(target: Target) -> tuple[str, ...]:
     """The kind of every layer. UserError names a kind that cannot be verified losslessly."""
     config, layers = target.config, list(target.layers)
     uniform = SLIDING if getattr(config, "sliding_window", None) else FULL
     kinds = tuple(getattr(config, "layer_types", None) or [uniform] * len(layers))
     foreign = {kind for kind in kinds if kind not in (FULL, SLIDING, LINEAR)}
+    if SLIDING in kinds and not getattr(config, "sliding_window", None):
+        foreign.add(f"{SLIDING} without a sliding_window")
     for kind, layer in zip(kinds, layers, strict=True):
         mixer = type(getattr(layer, "linear_attn" if kind == LINEAR else "self_attn", None))
         if mixer is type(None) or (kind == LINEAR and mixer.__name__ not in PROJECTIONS):

@@ -178,6 +178,8 @@ def _from_pretrained(auto: Any, config: TargetConfig, location: Location, **kwar
     except (OSError, ValueError) as error:
         # transformers raises these for a missing hub id, a folder without the file, an unknown architecture
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "scaled_dot_product_attention" in str(error):
+            first += "; set target.attn_implementation: eager"
         raise UserError(
             f"cannot load {auto.__name__[4:].lower()} of {location.source}: {first}"
         ) from error
@@ -296,7 +298,12 @@ class Target:
         self.label = label
         self.config = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
-        self.layers: nn.ModuleList = self.decoder.layers
+        if not isinstance(layers := getattr(self.decoder, "layers", None), nn.ModuleList):
+            raise UserError(
+                f"{label} is a {type(self.model).__name__}, whose blocks are not in `layers` of its decoder; "
+                "such a target is not supported"
+            )
+        self.layers = layers
         self.embed: Any = self.model.get_input_embeddings()
         self.head: Any = self.model.get_output_embeddings()
         self.device: torch.device = self.embed.weight.device

@@ -367,7 +367,7 @@ def test_results_made_with_other_settings_are_not_taken_for_these():
     )
 
     def made(mode: str, options: EvalConfig) -> str:
-        return settings_of(config.model_copy(update={"eval": options}), mode)
+        return settings_of(config.model_copy(update={"eval": options}), mode, {})
 
     usual = EvalConfig()
     for other in (
@@ -379,3 +379,8 @@ def test_results_made_with_other_settings_are_not_taken_for_these():
     for other in (EvalConfig(temperature=0.5), EvalConfig(live_prompts=3)):
         assert made("replay", other) == made("replay", usual)
         assert made("live", other) != made("live", usual)
+    seeded = config.model_copy(update={"seed": 7})
+    assert settings_of(seeded, "live", {}) != settings_of(config, "live", {})
+    assert settings_of(seeded, "replay", {}) == settings_of(config, "replay", {})
+    served = [settings_of(config, "served", {}, f"http://{host}") for host in ("a", "b")]
+    assert served[0] != served[1]

@@ -158,7 +158,7 @@ def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained, monke
     assert len(seen) >= 3, f"only accepted lengths {seen}: the test has seen too little"
 
 
-def test_eval_prints_lossless_results_and_draws_a_report(trained):
+def test_eval_prints_lossless_results_and_draws_a_report(trained, tmp_path):
     out = run("eval/main.py", "--config", str(trained), "--checkpoint", "all")
     assert "next:" in out or "report:" in out
     live = run("eval/main.py", "--config", str(trained), "--mode", "live")
@@ -180,6 +180,9 @@ def test_eval_prints_lossless_results_and_draws_a_report(trained):
         assert (last / name).stat().st_size > 500
     again = run("eval/main.py", "--config", str(trained), "--checkpoint", "all")
     assert again.count("has replay results") == len(complete_checkpoints(run_dir))
+    other = ["--set", f"target.path={make_target(tmp_path / 'other', seed=5)}", "--again"]
+    refused = run("eval/main.py", "--config", str(trained), "--mode", "live", *other, status=2)
+    assert "target.fingerprint" in refused
 
 
 def test_sampling_settings_apply_to_live_and_replay_says_so(trained, tmp_path):

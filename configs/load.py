@@ -39,7 +39,8 @@ class UserError(Exception):
 def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
     """Run a command's main and return its exit code: `sys.exit(main_guard(main))`.
 
-    UserError and a full disk become `error: ...` and 2, Ctrl-C 130; the rest are bugs and raise.
+    UserError and a full disk (quota, file size limit) become `error: ...` and 2, Ctrl-C 130; the
+    rest are bugs and raise.
     """
     again = "run the same command again"
     try:
@@ -50,10 +51,11 @@ def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
         print(f"interrupted; {again} (with --resume where it trains) to continue", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         where = f" while writing {error.filename}" if error.filename else ""
-        print(f"error: {error.strerror}{where}; free space and {again}", file=sys.stderr)
+        fix = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
+        print(f"error: {error.strerror}{where}; {fix} and {again}", file=sys.stderr)
     return 2
 
 

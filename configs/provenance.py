@@ -249,6 +249,23 @@ class FolderLock:
         _held.discard(self)
 
 
+def lock_owner(folder: Path, stage: str) -> str | None:
+    """The process id of whoever holds this lock now, or None. Takes nothing and waits for nobody."""
+    try:
+        handle = os.open(folder / f".lock-{stage}", os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two may look at once
+    except BlockingIOError:
+        return os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+    except OSError:
+        return None  # a file system without locks
+    finally:
+        os.close(handle)
+    return None
+
+
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 

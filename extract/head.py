@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -53,6 +54,13 @@ class TargetHead:
             return out, None
         ratio = torch.tanh(out / self.soft_cap)
         return ratio * self.soft_cap, 1 - ratio * ratio
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored of it; a tied head is stored once."""
+        named = {"embedding": self.embedding, "bias": self.bias}
+        if self.weight is not self.embedding:
+            named["weight"] = self.weight
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.weight[ids]
@@ -101,19 +109,21 @@ def head_of(target: Target) -> TargetHead:
 
 
 def save_head(head: TargetHead, folder: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Write the file (atomically); returns what the manifest keeps of it."""
-    tensors = {"embedding": head.embedding}
-    if head.weight is not head.embedding:
-        tensors["weight"] = head.weight
-    if head.bias is not None:
-        tensors["bias"] = head.bias
-    tensors = {k: v.to("cpu", dtype).contiguous() for k, v in tensors.items()}
+    """Write the file (atomically); returns what the manifest keeps of it. OSError as writing does."""
+    tensors = {k: v.to("cpu", dtype).contiguous() for k, v in head.tensors().items()}
     temporary = folder / f".{FILE}.tmp"
-    save_file(
-        tensors,
-        temporary,
-        metadata={"scale": repr(head.scale), "soft_cap": json.dumps(head.soft_cap)},
-    )
+    try:
+        save_file(
+            tensors,
+            temporary,
+            metadata={"scale": repr(head.scale), "soft_cap": json.dumps(head.soft_cap)},
+        )
+    except SafetensorError as error:
+        # It says what the system said as text: "I/O error: No space left on device (os error 28)".
+        if not (number := re.search(r"os error (\d+)", str(error))):
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(folder / FILE)) from error
     temporary.chmod(0o644)  # safetensors leaves it to its owner alone
     with temporary.open("rb+") as f:
         os.fsync(f.fileno())

@@ -14,13 +14,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard, resolve_input
-from configs.provenance import FolderLock, open_run_dir
+from configs.provenance import FolderLock, lock_owner, open_run_dir
 from configs.schema import Config
 from extract.benchmarks import BENCHMARKS, table
 from extract.manifest import read_manifest
@@ -28,7 +29,7 @@ from extract.prompts import Chat, Renderer, Report, load_chats
 from extract.regenerate import decode_batch
 from extract.server import Server
 from extract.shards import estimate_bytes, verify
-from extract.stage import Stage, say
+from extract.stage import Stage, left_out, say
 from extract.target import (
     DTYPES,
     TargetSpec,
@@ -93,24 +94,49 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return None
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if rank == 0:
-        open_run_dir(config, stage="extract", resume=False)
-    with FolderLock(run_dir, f"extract-{rank}"):
+    with processes_lock(run_dir, rank, world):
+        if rank == 0:
+            open_run_dir(config, stage="extract", resume=False)
         target = load_target(config.target)
         stage = Stage(config, spec, renderer, rank, world)
         server = Server(args.server, config, tokenizer) if args.server else None
-        stage.run(target, chats, report, run_dir, server=server)
+        problems = [stage.run(target, chats, report, run_dir, server=server)]
         if sets:
             if config.eval.dtype != config.target.dtype:
                 del target
                 target = load_target(config.target, dtype=config.eval.dtype)
             for name, set_chats, set_report in sets:
-                stage.run(
-                    target, set_chats, set_report, run_dir / "eval-sets" / name, held_out=True
-                )
+                folder = run_dir / "eval-sets" / name
+                problems.append(stage.run(target, set_chats, set_report, folder, held_out=True))
+    following = f"accelerate launch train/main.py --config {args.config}"
+    if found := [problem for problem in problems if problem]:
+        print(
+            f"error: {'; '.join(found)}; run the same command again to try them once more, or go on "
+            f"without them: {following}",
+            file=sys.stderr,
+        )
+        return 1
     if rank == 0:
-        print(f"next: accelerate launch train/main.py --config {args.config}")
+        print(f"next: {following}")
     return None
+
+
+@contextmanager
+def processes_lock(run_dir: Path, rank: int, world: int) -> Iterator[None]:
+    """Hold this process's share of a run folder, so that no batch or shard has two owners.
+
+    A share is a rank and the number of processes. UserError when another living process has the same, or any share of
+    another number of processes.
+    """
+    with FolderLock(run_dir, f"extract-{rank}-of-{world}"):
+        for lock in sorted(run_dir.glob(".lock-extract-*")):
+            stage = lock.name.removeprefix(".lock-")
+            if not stage.endswith(f"-of-{world}") and (pid := lock_owner(run_dir, stage)):
+                raise UserError(
+                    f"another {stage} process (pid {pid}) is working in {run_dir}; wait for it to end, or stop it, "
+                    "and run the same command again"
+                )
+        yield
 
 
 def refuse_shared_sources(training: Sequence[str], held_out: Sequence[str]) -> None:
@@ -160,21 +186,25 @@ def warn_contamination(
 
 
 def verify_run(run_dir: Path) -> int:
-    """Read every states folder of the run again; 0 when all of it is as its manifest says."""
+    """Read every states folder of the run again; 0 when all is as its manifest says and no sample is left out."""
     folders = [run_dir / "states", *sorted(run_dir.glob("eval-sets/*/states"))]
-    problems = 0
+    problems, missing = 0, []
     for folder in folders:
         found = verify(folder)
         for problem in found:
             print(f"error: {problem}", file=sys.stderr)
         if not found:
-            totals = read_manifest(folder).totals
+            manifest = read_manifest(folder)
+            totals = manifest.totals
+            missing += [text] if (text := left_out(folder, manifest)) else []
             say(
                 "verified",
                 f"{folder}: {totals.samples} samples, {totals.tokens:,} tokens, {totals.bytes:,} bytes",
             )
         problems += len(found)
-    return 2 if problems else 0
+    for text in missing:
+        print(f"error: {text}; run extract/main.py again to try them once more", file=sys.stderr)
+    return 2 if problems else 1 if missing else 0
 
 
 def dry_run(config: Config, spec: TargetSpec, renderer: Renderer, chats: Sequence[Chat]) -> None:

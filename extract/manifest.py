@@ -41,16 +41,24 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Quarantined(Record):
+    """A sample that was planned for a shard and left out of it: its states must not be trained on."""
+
+    id: str
+    reason: str
+
+
 class ShardEntry(Record):
     """One finished shard; also what its sidecar (shard-000000.json) holds."""
 
     file: FileName
-    samples: int = Field(gt=0)
-    tokens: int = Field(gt=0)
-    supervised_tokens: int = Field(gt=0)
+    samples: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    supervised_tokens: int = Field(ge=0)
     bytes: int = Field(gt=0)
     sha256: Sha256
     plan_fingerprint: str
+    quarantined: tuple[Quarantined, ...] = ()
 
 
 class Totals(Record):
@@ -108,6 +116,10 @@ class Manifest(Record):
     target_head: TargetHead | None
     shards: tuple[ShardEntry, ...]
     totals: Totals
+
+    @property
+    def quarantined(self) -> list[Quarantined]:
+        return [sample for entry in self.shards for sample in entry.quarantined]
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

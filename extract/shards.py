@@ -35,7 +35,7 @@ from torch import Tensor
 
 from configs.load import UserError
 from configs.provenance import atomic_write_json, file_sha256
-from extract.manifest import AGAIN, SCHEMA, ShardEntry, read_manifest
+from extract.manifest import AGAIN, SCHEMA, Quarantined, ShardEntry, read_manifest
 from extract.plan import ShardPlan, owned, plan
 from extract.sample import CODES, PER_TOKEN, Format, Sample, defect_of, estimate_bytes
 
@@ -46,6 +46,7 @@ __all__ = [
     "estimate_bytes",
     "owned",
     "plan",
+    "recorded",
     "shard_done",
     "verify",
     "write_shard",
@@ -65,24 +66,29 @@ def write_shard(
 ) -> ShardEntry:
     """Check the samples of plan.samples, in that order, store them and return the shard's entry.
 
+    A sample that must not be trained on is left out and named in the entry (`quarantined`).
+
     The shard appears under its name when all of it is on the disk and reads back; its sidecar, the
     mark that shard_done looks for, comes last. A failure leaves nothing of this attempt, a kill at
     most a temporary file that the next attempt replaces. plan_fingerprint stands for everything
     that the content depends on.
 
-    Raises UserError for a sample that must not be trained on, by id, and OSError as writing does.
+    Raises UserError when the disk returns other bytes, and OSError as writing does.
     """
     assert len(samples) == len(plan.samples) > 0
     last_hidden = samples[0].last_hidden is not None
     hidden = samples[0].hidden_states.shape[1] // num_taps
     form = Format(num_taps, hidden, storage_dtype, last_hidden)
-    stored = [_to_storage(sample, form) for sample in samples]
+    checked = [_to_storage(sample, form) for sample in samples]
+    stored = [sample for sample in checked if isinstance(sample, Sample)]
+    quarantined = tuple(sample for sample in checked if isinstance(sample, Quarantined))
     path, temporary = folder / plan.name, folder / f".{plan.name}.tmp"
     for stale in folder.glob(f".{path.stem}.*"):
         stale.unlink()
     made = [temporary]
     try:
         entry = _write(temporary, plan.name, stored, form, plan_fingerprint)
+        entry = entry.model_copy(update={"quarantined": quarantined})
         if file_sha256(temporary) != entry.sha256:
             raise UserError(f"{path} does not read back as written; check the disk and {AGAIN}")
         _open(temporary, entry, form)
@@ -149,13 +155,10 @@ def _sidecar(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-def _to_storage(sample: Sample, form: Format) -> Sample:
+def _to_storage(sample: Sample, form: Format) -> Sample | Quarantined:
     assert (sample.input_ids.dtype, sample.loss_mask.dtype) == (torch.int32, torch.uint8)
     if defect := defect_of(sample, form):
-        raise UserError(
-            f"sample {sample.id!r}: {defect}; drop it from data.prompts, or for NaN try "
-            "target.dtype=float32"
-        )
+        return Quarantined(id=sample.id, reason=defect)
     last = sample.last_hidden
     stored = replace(
         sample,
@@ -163,28 +166,35 @@ def _to_storage(sample: Sample, form: Format) -> Sample:
         last_hidden=None if last is None else last.to(form.dtype),
     )
     if form.dtype != sample.hidden_states.dtype and (defect := defect_of(stored, form)):
-        raise UserError(
-            f"sample {sample.id!r} cannot be stored as {str(form.dtype)[6:]}: {defect} there; set "
-            "extract.storage_dtype=float32"
+        return Quarantined(
+            id=sample.id, reason=f"stored as {str(form.dtype)[6:]}, {defect}; float32 holds more"
         )
     return stored
 
 
-def shard_done(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEntry | None:
-    """Return the entry of a shard that needs no more work, every byte of it checked, or None."""
+def recorded(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEntry | None:
+    """Return the entry of a shard that is there by its sidecar and its size alone, or None."""
     path = folder / plan.name
     try:
         entry = ShardEntry.model_validate_json(_sidecar(path).read_bytes())
         good = (
             entry.file == plan.name
-            and entry.samples == len(plan.samples)
+            and entry.samples + len(entry.quarantined) == len(plan.samples)
             and entry.plan_fingerprint == plan_fingerprint
             and path.stat().st_size == entry.bytes
-            and file_sha256(path) == entry.sha256
         )
     except (OSError, ValueError):  # ValueError: a sidecar that is not one
         return None
     return entry if good else None
+
+
+def shard_done(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEntry | None:
+    """Return the entry of a shard that needs no more work, every byte of it checked, or None."""
+    entry = recorded(folder, plan, plan_fingerprint)
+    try:
+        return entry if entry and file_sha256(folder / plan.name) == entry.sha256 else None
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -274,7 +284,7 @@ class ShardReader:
         for k, entry in enumerate(self.manifest.shards):
             shard = self._open(k)
             supervised = shard.supervised()
-            if sum(supervised) != entry.supervised_tokens or min(supervised) == 0:
+            if sum(supervised) != entry.supervised_tokens or 0 in supervised:
                 raise _damaged(shard.path, "its loss_mask is not the one that was written")
             if verify_checksums:
                 _check_sum(shard.path, entry.sha256)

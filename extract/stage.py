@@ -15,7 +15,7 @@ from configs.load import UserError
 from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.choose import Sampler
-from extract.manifest import Answers, Manifest, TargetInfo, Totals, read_manifest, require
+from extract.manifest import MANIFEST, Answers, Manifest, TargetInfo, Totals, read_manifest, require
 from extract.plan import plan
 from extract.prompts import (
     Chat,
@@ -34,7 +34,7 @@ from extract.target import Target, TargetSpec
 
 
 class Stage:
-    """`rank` of `world` processes works on a share of the batches and shards; all see the same result."""
+    """`rank` of `world` processes works on a share of the batches and shards; process 0 sees the result."""
 
     def __init__(
         self, config: Config, spec: TargetSpec, renderer: Renderer, rank: int, world: int
@@ -51,9 +51,10 @@ class Stage:
         *,
         held_out: bool = False,
         server: Server | None = None,
-    ) -> Manifest:
+    ) -> str | None:
         """Answers, then states. What is there already and was made with the same settings is kept.
 
+        Returns a sentence about samples that had to be left out, if there are any (process 0).
         UserError when the folder holds states that were made with other settings.
         """
         name = folder.name if held_out else "training"
@@ -103,12 +104,14 @@ class Stage:
             world=self.world,
             progress=self._bar(f"states {name}"),
         )
+        if complete is None:
+            return None
         rate = complete.totals.tokens / max(time.monotonic() - started, 1e-9)
         self._say(
             "states",
             f"{states}: {len(complete.shards)} shards, {complete.totals.bytes / 1e6:,.0f} MB ({rate:,.0f} tokens/s)",
         )
-        return complete
+        return left_out(states, complete)
 
     def _identity(self, target: Target, held_out: bool, server: Server | None) -> dict[str, Any]:
         """What the manifest says of how the states are made; known before the first answer."""
@@ -247,6 +250,16 @@ class Stage:
 
 def say(what: str, text: str) -> None:
     print(f"{what + ':' if what else '':<10}{text}", flush=True)
+
+
+def left_out(folder: Path, manifest: Manifest) -> str | None:
+    """Name the samples that are missing from a complete states folder, and why; None when it has all of them."""
+    if not (missing := manifest.quarantined):
+        return None
+    named = ", ".join(f"{sample.id!r} ({sample.reason})" for sample in missing[:3])
+    more = f" and {len(missing) - 3} more, see {MANIFEST}" if len(missing) > 3 else ""
+    planned = manifest.totals.samples + len(missing)
+    return f"{len(missing)} of {planned} samples are left out of {folder}: {named}{more}"
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -15,8 +15,9 @@ from extract.head import FILE as HEAD_FILE
 from extract.head import head_of, save_head
 from extract.manifest import Manifest, TargetHead, Totals, write_manifest
 from extract.prompts import MaskedSample
+from extract.sample import STORAGE_DTYPES
 from extract.shards import Sample, ShardPlan, estimate_bytes, owned, shard_done, write_shard
-from extract.target import DTYPES, Target
+from extract.target import Target
 
 
 def probe(target: Target, taps: Sequence[int], ids: Sequence[int]) -> None:
@@ -102,7 +103,11 @@ def write_states(
     done = {p.index: entry for p in mine if (entry := shard_done(folder, p, stamp))}
     left = sum(len(samples[i].input_ids) for p in mine if p.index not in done for i in p.samples)
     needed = estimate_bytes(
-        left, len(taps), manifest.hidden_size, DTYPES[manifest.storage_dtype], manifest.last_hidden
+        left,
+        len(taps),
+        manifest.hidden_size,
+        STORAGE_DTYPES[manifest.storage_dtype],
+        manifest.last_hidden,
     )
     free_space_check(folder, needed, f"writing {left:,} more tokens of states")
     if left:  # a finished folder is never declared unfinished again
@@ -115,7 +120,7 @@ def write_states(
                 plan,
                 forward_shard(target, plan, samples, taps, manifest.last_hidden),
                 num_taps=len(taps),
-                storage_dtype=DTYPES[manifest.storage_dtype],
+                storage_dtype=STORAGE_DTYPES[manifest.storage_dtype],
                 plan_fingerprint=stamp,
             )
         if progress:

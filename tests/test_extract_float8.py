@@ -17,13 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import UserError
+from configs.load import UserError, load_config
 from configs.provenance import file_sha256
 from extract.manifest import read_manifest, write_manifest
 from extract.sample import FLOAT8, FLOAT8_VALUES, Format
 from extract.shards import Sample, ShardReader, estimate_bytes, verify, write_shard
+from tests.conftest import write_config
 from tests.test_extract_shards import HIDDEN, LENGTHS, PLAN, PLANS, TAPS, make_samples, manifest_of
 from train.batches import Schedule, StepDataset
+from train.startup import check_states
 
 torch.set_num_threads(1)
 
@@ -249,3 +251,17 @@ def test_a_training_step_sees_plain_bfloat16(states: Path) -> None:
     assert batch.features.shape == (3, 40, TAPS * HIDDEN)  # one row is empty
     row = 0 if batch.sample_ids[0] == SAMPLES[4].id else 1
     assert torch.equal(batch.features[row, :12], reader[4].hidden_states)
+
+
+def test_training_refuses_states_of_another_storage(states: Path) -> None:
+    changes = {"drafter": {"target_layer_ids": [1, 8]}}
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        extract = {"extract": {"storage_dtype": dtype}}
+        config = load_config(write_config(states / "c.yaml", states, **changes, **extract))
+        if dtype == "bfloat16":
+            with pytest.raises(
+                UserError, match='storage_dtype="float8_e4m3fn", the config says "b'
+            ):
+                check_states(config, ShardReader(states), states)
+        else:
+            check_states(config, ShardReader(states), states)

@@ -396,6 +396,33 @@ def test_extract_is_the_same_for_any_number_of_processes_and_after_a_kill(
     run("extract/main.py", "--config", str(config), "--verify")
 
 
+def test_float8_states_train_and_are_the_same_for_any_number_of_processes(tiny_target, tmp_path):
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny_target,
+        extract={"storage_dtype": "float8_e4m3fn", "store_last_hidden": True},
+        train={"max_steps": 6, "epochs": 9, "distillation": 0.5},
+    )
+    command = ("extract/main.py", "--config", str(config))
+    assert " 337 a token)" in run(*command, "--dry-run")  # 3 * (64 + 4) + 2 * 64 + 4 + 1
+    run(*command)
+    pair = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+    run(*pair, *command, "--set", f"run_dir={tmp_path / 'two'}")
+    names = sorted(p.name for p in (tmp_path / "run" / "states").glob("shard-*"))
+    assert len(names) >= 4
+    for name in names:
+        one, two = (tmp_path / r / "states" / name for r in ("run", "two"))
+        assert one.read_bytes() == two.read_bytes(), name
+    run(*command, "--verify")
+    other = run(*command, "--set", "extract.storage_dtype=bfloat16", status=2)
+    assert 'storage_dtype="float8_e4m3fn", the config says "bfloat16"' in other
+
+    run("train/main.py", "--config", str(config))
+    losses = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert len(losses) == 6 and all(0 < loss < 20 for loss in losses)  # false for NaN
+    assert losses[-1] < losses[0]
+
+
 def test_damage_is_named(extracted, tmp_path):
     config = copy_run(extracted, tmp_path)
     run_dir = Path(load_config(config).run_dir)

@@ -140,7 +140,11 @@ class DrafterConfig(Section):
 class ExtractConfig(Section):
     """Hidden states on disk."""
 
-    storage_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    storage_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = Field(
+        "bfloat16",
+        description="Of the training states on disk; float8_e4m3fn halves bfloat16, with a scale per token "
+        "and tap, and is read back as bfloat16.",
+    )
     shard_tokens: int = Field(65536, gt=0, description="Tokens of a shard, the unit of resume.")
     batch_tokens: int = Field(8192, gt=0, description="Padded tokens of one target forward.")
     store_last_hidden: bool = Field(

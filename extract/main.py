@@ -27,11 +27,11 @@ from extract.benchmarks import BENCHMARKS, table
 from extract.manifest import read_manifest
 from extract.prompts import Chat, Renderer, Report, load_chats
 from extract.regenerate import decode_batch
+from extract.sample import STORAGE_DTYPES
 from extract.server import Server
 from extract.shards import estimate_bytes, verify
 from extract.stage import Stage, left_out, say
 from extract.target import (
-    DTYPES,
     TargetSpec,
     inspect,
     load_model_config,
@@ -228,7 +228,7 @@ def dry_run(config: Config, spec: TargetSpec, renderer: Renderer, chats: Sequenc
     forward = ids.numel() / (time.monotonic() - started)
     decode = 8 * len(batch) / max(prefill_and_nine - sum(map(len, batch)) / forward, 1e-3)
     size = estimate_bytes(
-        tokens, len(spec.target_layer_ids), spec.hidden_size, DTYPES[config.extract.storage_dtype],
+        tokens, len(spec.target_layer_ids), spec.hidden_size, STORAGE_DTYPES[config.extract.storage_dtype],
         config.extract.store_last_hidden,
     )  # fmt: skip
     hours = (answers / decode + tokens / forward) / 3600

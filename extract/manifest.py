@@ -106,7 +106,7 @@ class Manifest(Record):
     hidden_size: int = Field(gt=0)
     num_target_layers: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
-    storage_dtype: Literal["bfloat16", "float32"]
+    storage_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"]
     target_dtype: Literal["bfloat16", "float32"]
     mask_token_id: int = Field(ge=0)
     answers: Answers

@@ -10,7 +10,8 @@ A shard is a ragged safetensors file. N samples follow each other without paddin
     offsets        int64 [N+1]       sample i has the rows offsets[i] .. offsets[i+1]
     input_ids      int32 [T]         row t of every tensor is about the same token
     hidden_states  [T, n_taps*hidden] in the storage dtype, taps in the manifest's order
-    last_hidden    [T, hidden]       the final normed state, optional
+    scales         float32 [T, n_taps]  with float8_e4m3fn only, which they multiply
+    last_hidden    [T, hidden]       the final normed state, optional; bfloat16 with float8_e4m3fn
     loss_mask      uint8 [T]         1 where the token is supervised
 """
 
@@ -23,8 +24,8 @@ import os
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from configs.load import UserError
 from configs.provenance import atomic_write_json, file_sha256
 from extract.manifest import AGAIN, SCHEMA, Quarantined, ShardEntry, read_manifest
 from extract.plan import ShardPlan, owned, plan
-from extract.sample import CODES, PER_TOKEN, Format, Sample, defect_of, estimate_bytes
+from extract.sample import CODES, Format, Sample, defect_of, estimate_bytes
 
 __all__ = [
     "Sample",
@@ -80,14 +81,15 @@ def write_shard(
     hidden = samples[0].hidden_states.shape[1] // num_taps
     form = Format(num_taps, hidden, storage_dtype, last_hidden)
     checked = [_to_storage(sample, form) for sample in samples]
-    stored = [sample for sample in checked if isinstance(sample, Sample)]
-    quarantined = tuple(sample for sample in checked if isinstance(sample, Quarantined))
+    quarantined = tuple(one for one in checked if isinstance(one, Quarantined))
+    stored = [one for one in checked if not isinstance(one, Quarantined)]
+    kept = [s for s, one in zip(samples, checked, strict=True) if not isinstance(one, Quarantined)]
     path, temporary = folder / plan.name, folder / f".{plan.name}.tmp"
     for stale in folder.glob(f".{path.stem}.*"):
         stale.unlink()
     made = [temporary]
     try:
-        entry = _write(temporary, plan.name, stored, form, plan_fingerprint)
+        entry = _write(temporary, plan.name, kept, stored, form, plan_fingerprint)
         entry = entry.model_copy(update={"quarantined": quarantined})
         if file_sha256(temporary) != entry.sha256:
             raise UserError(f"{path} does not read back as written; check the disk and {AGAIN}")
@@ -106,7 +108,12 @@ def write_shard(
 
 
 def _write(
-    path: Path, name: str, samples: Sequence[Sample], form: Format, plan_fingerprint: str
+    path: Path,
+    name: str,
+    samples: Sequence[Sample],
+    stored: Sequence[Mapping[str, Tensor]],
+    form: Format,
+    plan_fingerprint: str,
 ) -> ShardEntry:
     """Stream the samples into a safetensors file: its own writer would need a second copy."""
     lengths = [len(sample.input_ids) for sample in samples]
@@ -126,8 +133,8 @@ def _write(
         yield struct.pack("<Q", len(text)) + text
         yield _bytes(torch.tensor([0, *accumulate(lengths)]))
         for key in list(layout)[1:]:
-            for sample in samples:
-                yield _bytes(getattr(sample, key))
+            for tensors in stored:
+                yield _bytes(tensors[key])
 
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -155,17 +162,14 @@ def _sidecar(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-def _to_storage(sample: Sample, form: Format) -> Sample | Quarantined:
+def _to_storage(sample: Sample, form: Format) -> dict[str, Tensor] | Quarantined:
     assert (sample.input_ids.dtype, sample.loss_mask.dtype) == (torch.int32, torch.uint8)
     if defect := defect_of(sample, form):
         return Quarantined(id=sample.id, reason=defect)
-    last = sample.last_hidden
-    stored = replace(
-        sample,
-        hidden_states=sample.hidden_states.to(form.dtype),
-        last_hidden=None if last is None else last.to(form.dtype),
-    )
-    if form.dtype != sample.hidden_states.dtype and (defect := defect_of(stored, form)):
+    stored = form.encode(sample)
+    if form.dtype != sample.hidden_states.dtype and (
+        defect := defect_of(form.decode(sample.id, stored), form)
+    ):
         return Quarantined(
             id=sample.id, reason=f"stored as {str(form.dtype)[6:]}, {defect}; float32 holds more"
         )
@@ -202,6 +206,7 @@ class _Shard:
     """An open shard that keeps what its header says."""
 
     path: Path
+    form: Format
     ids: list[str]
     offsets: list[int]
     slices: dict[str, Any]
@@ -209,10 +214,14 @@ class _Shard:
     def sample(self, i: int) -> Sample:
         rows = slice(self.offsets[i], self.offsets[i + 1])
         # A slice is a view of the mapped file, and would keep all of it mapped.
-        tensors = {n: self.slices[n][rows].clone() for n in PER_TOKEN if n in self.slices}
-        if not all(_finite(t) for t in tensors.values() if t.is_floating_point()):
+        tensors = {n: s[rows].clone() for n, s in self.slices.items() if n != "offsets"}
+        if "scales" in tensors and not bool((tensors["scales"] > 0).all()):
+            raise _damaged(self.path, f"sample {self.ids[i]!r} has a scale that is not positive")
+        sample = self.form.decode(self.ids[i], tensors)
+        states = [t for t in (sample.hidden_states, sample.last_hidden) if t is not None]
+        if not all(map(_finite, states)):
             raise _damaged(self.path, f"sample {self.ids[i]!r} has NaN or Inf in its states")
-        return Sample(self.ids[i], **{"last_hidden": None, **tensors})
+        return sample
 
     def supervised(self) -> list[int]:
         counts = torch.zeros(self.offsets[-1] + 1, dtype=torch.int64)
@@ -263,7 +272,7 @@ def _open(path: Path, entry: ShardEntry, form: Format) -> _Shard:
         raise _damaged(path, f"it does not name its {entry.samples} samples")
     if (size := path.stat().st_size) != entry.bytes:
         raise _damaged(path, f"it has {size} bytes and the manifest says {entry.bytes}")
-    return _Shard(path, ids, offsets, slices)
+    return _Shard(path, form, ids, offsets, slices)
 
 
 class ShardReader:
@@ -276,6 +285,7 @@ class ShardReader:
     def __init__(self, folder: Path, *, verify_checksums: bool = False) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
+        self.dtype = Format.of(self.manifest).sample_dtype  # of the states it returns
         self.ids: list[str] = []
         self.lengths: list[int] = []  # tokens of each sample
         self.supervised: list[int] = []  # supervised tokens of each sample

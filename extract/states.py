@@ -16,6 +16,7 @@ from configs.provenance import free_space_check
 from extract.head import head_of, save_head
 from extract.manifest import Manifest, ShardEntry, TargetHead, Totals, write_manifest
 from extract.prompts import MaskedSample
+from extract.sample import STORAGE_DTYPES
 from extract.shards import (
     Sample,
     ShardPlan,
@@ -25,7 +26,7 @@ from extract.shards import (
     shard_done,
     write_shard,
 )
-from extract.target import DTYPES, Target
+from extract.target import Target
 
 
 def probe(target: Target, taps: Sequence[int], ids: Sequence[int]) -> None:
@@ -145,7 +146,7 @@ def write_states(
     taps, stamp, dtype = (
         manifest.target_layer_ids,
         manifest.plan_fingerprint,
-        DTYPES[manifest.storage_dtype],
+        STORAGE_DTYPES[manifest.storage_dtype],
     )
     head = head_of(target)
     mine = owned(plans, rank, world)

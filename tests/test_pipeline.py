@@ -16,7 +16,8 @@ import torch
 import yaml
 
 import eval.replay
-from configs.load import load_config
+import extract.main
+from configs.load import UserError, load_config
 from eval.decode import decode, propose_chain, propose_tree
 from eval.live import questions
 from eval.replay import replay
@@ -399,6 +400,38 @@ def test_extract_is_the_same_for_any_number_of_processes_and_after_a_kill(
     run("extract/main.py", "--config", str(config), "--verify")
 
 
+def test_float8_states_train_and_are_the_same_for_any_number_of_processes(
+    tiny_target, tmp_path, capsys
+):
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny_target,
+        extract={"storage_dtype": "float8_e4m3fn", "store_last_hidden": True},
+        train={"max_steps": 6, "epochs": 9, "distillation": 0.5},
+    )
+    arguments = ["--config", str(config)]
+    extract.main.main([*arguments, "--dry-run"])
+    assert " 337 a token)" in capsys.readouterr().out  # 3 * (64 + 4) + 2 * 64 + 4 + 1
+    run("extract/main.py", *arguments)
+    pair = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+    run(*pair, "extract/main.py", *arguments, "--set", f"run_dir={tmp_path / 'two'}")
+    names = sorted(p.name for p in (tmp_path / "run" / "states").glob("shard-*"))
+    assert len(names) >= 4
+    for name in names:
+        one, two = (tmp_path / r / "states" / name for r in ("run", "two"))
+        assert one.read_bytes() == two.read_bytes(), name
+    assert extract.main.main([*arguments, "--verify"]) == 0
+    with pytest.raises(
+        UserError, match='storage_dtype="float8_e4m3fn", the config says "bfloat16"'
+    ):
+        extract.main.main([*arguments, "--set", "extract.storage_dtype=bfloat16"])
+
+    run("train/main.py", *arguments)
+    losses = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert len(losses) == 6 and all(0 < loss < 20 for loss in losses)  # false for NaN
+    assert losses[-1] < losses[0]
+
+
 def test_damage_is_named(extracted, tmp_path):
     config = copy_run(extracted, tmp_path)
     run_dir = Path(load_config(config).run_dir)
@@ -479,7 +512,6 @@ def test_five_mistakes_in_a_config_are_five_lines(tiny_target, tmp_path):
 def test_disk_that_is_too_small_is_refused_before_the_first_forward(
     tiny_target, tmp_path, monkeypatch
 ):
-    from configs.load import UserError
     from configs.provenance import free_space_check
 
     with pytest.raises(UserError, match="GiB"):

@@ -83,7 +83,7 @@ class Batch:
     document: Tensor  # [R, L] int64
     position: Tensor  # [R, L] int64, from 0 in each document
     priority: Tensor  # [R, L] float64, see train.blocks.anchor_priority
-    features: Tensor  # [R, L, F] stored dtype
+    features: Tensor  # [R, L, F] reader's dtype
     last_hidden: Tensor | None  # [R, L, H]
     sample_ids: list[str]
     epoch: int
@@ -166,7 +166,7 @@ class StepDataset(Dataset[list[Batch]]):
             [[(i, self.reader[i]) for i in row] for row in rows],
             max_length=self.max_length,
             feature_size=len(manifest.target_layer_ids) * manifest.hidden_size,
-            feature_dtype=getattr(torch, manifest.storage_dtype),
+            feature_dtype=self.reader.dtype,
             hidden_size=manifest.hidden_size if self.last_hidden else None,
             seed=self.schedule.seed,
             epoch=epoch,

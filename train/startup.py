@@ -68,7 +68,7 @@ def make_accelerator(config: Config) -> Accelerator:
 
 def check_states(config: Config, reader: ShardReader, folder: Path) -> None:
     """The states must be what the config says; both values are named."""
-    expected: dict[str, object] = {}
+    expected: dict[str, object] = {"storage_dtype": config.extract.storage_dtype}
     if config.drafter.target_layer_ids is not None:
         expected["target_layer_ids"] = config.drafter.target_layer_ids
     elif len(reader.manifest.target_layer_ids) != config.drafter.num_taps:

@@ -62,7 +62,9 @@ def probe(target: Target, taps: Sequence[int], ids: Sequence[int]) -> None:
         (last[:1, : short.shape[1]], short_last),
     ):
         for ours, theirs in zip(_by_tap(target, batched), _by_tap(target, alone), strict=True):
-            _close(ours, theirs, f"the states of {name} in a batch", "a batch of one")
+            _close(
+                ours, theirs, f"the states of {name} in a batch", "a batch of one", same_shape=False
+            )
 
 
 def _final_norm(target: Target) -> Any:
@@ -78,17 +80,17 @@ def _by_tap(target: Target, features: Tensor) -> tuple[Tensor, ...]:
     return features.split(target.config.hidden_size, dim=-1)
 
 
-# How far a token's vector may lie from the reference, as a share of its length. bfloat16 has 8 bits: one rounding is
-# 0.4 %, and two shapes of the same product differ by some of them in every layer. Another token's vector is tens of
-# per cent away.
+# How far a token's vector may lie from the reference, as a share of its length; another token's is tens of per cent away.
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-def _close(ours: Tensor, theirs: Tensor, what: str, than: str) -> None:
+def _close(ours: Tensor, theirs: Tensor, what: str, than: str, *, same_shape: bool = True) -> None:
     # By token: a single massive activation would hide everything behind a largest element.
     length = theirs.float().norm(dim=-1).clamp(min=1e-6)
-    difference = float(((ours.float() - theirs.float()).norm(dim=-1) / length).max())
-    limit = LIMITS.get(ours.dtype, 5e-2)
+    off = (ours.float() - theirs.float()).norm(dim=-1) / length
+    # In bfloat16 another shape rounds otherwise, and a near-tie between experts may send one token elsewhere.
+    judged = off.max() if same_shape or ours.dtype == torch.float32 else off.median()
+    difference, limit = float(judged), LIMITS.get(ours.dtype, 5e-2)
     if not difference <= limit:
         raise UserError(
             f"{what} differ from {than} by {difference:.1e} (limit {limit:.0e}); this target does not "

@@ -118,44 +118,43 @@ def test_the_others_do_not_read_what_process_0_reads(target, whole, tmp_path, mo
     assert sorted(read) == [p.name for p in PLANS]
 
 
-def kill_points(folder: Path, target: Target, points: int, rng: random.Random) -> Iterator[str]:
-    """Kill runs of 1 to 3 processes after random delays, into one folder after the other until each is complete."""
-    started = time.monotonic()
-    assert run_in_fork(lambda: extract_as(folder / "timed", target)) == 0
+@pytest.mark.slow
+def test_sigkill_at_60_random_moments(target, whole, tmp_path):
+    """Runs of 1 to 3 processes, killed together, up to four times in a folder before one may finish."""
+    rng, started = random.Random(0), time.monotonic()
+    assert run_in_fork(lambda: extract_as(tmp_path / "timed", target)) == 0
     duration = time.monotonic() - started
-    n = 0
-    while points > 0:
-        n += 1
-        for _ in range(6):  # so many kills a folder at most, each into what the last one left
-            world = rng.randint(1, 3)
-            children = []
-            for rank in range(world):
-                if (pid := os.fork()) == 0:
-                    try:
-                        extract_as(folder / f"{n}", target, rank, world)
-                    finally:
-                        os._exit(0)
-                children.append(pid)
+    kills = in_the_middle = 0
+    for n in range(200):
+        folder = tmp_path / f"{n}"
+        for _ in range(rng.randint(1, 4)):
+            children = fork_processes(folder, target, rng.randint(1, 3))
             time.sleep(rng.uniform(0, duration / 2))
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-            killed = [os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in children]
-            points -= any(killed)
-        yield f"{n}"
+            kills += any([os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in children])
+            left = contents(folder) if folder.exists() else {}
+            in_the_middle += 0 < len(left) < len(whole)
+            for name in left.keys() & whole.keys() - {"manifest.json"}:
+                assert left[name] == whole[name], f"{name} is torn"
+        extract_by(folder, target, rng.randint(1, 3))
+        assert contents(folder) == whole, n
+        shutil.rmtree(folder)
+        if kills >= 60:
+            break
+    assert kills >= 60 and in_the_middle >= 20, (kills, in_the_middle)
 
 
-@pytest.mark.slow
-def test_sigkill_at_60_random_moments(target, whole, tmp_path):
-    rng = random.Random(0)
-    interrupted = 0
-    for name in kill_points(tmp_path, target, 60, rng):
-        left = contents(tmp_path / name) if (tmp_path / name).exists() else {}
-        interrupted += 0 < len(left) < len(whole)
-        for file in left.keys() & whole.keys() - {"manifest.json"}:
-            assert left[file] == whole[file], f"{file} is torn"
-        extract_by(tmp_path / name, target, rng.randint(1, 3))
-        assert contents(tmp_path / name) == whole, name
-    assert interrupted >= 3, "no kill fell into the work"
+def fork_processes(folder: Path, target: Target, world: int) -> list[int]:
+    children = []
+    for rank in range(world):
+        if (pid := os.fork()) == 0:
+            try:
+                extract_as(folder, target, rank, world)
+            finally:
+                os._exit(0)
+        children.append(pid)
+    return children
 
 
 # ---- damage
@@ -176,9 +175,7 @@ def test_damaged_shards_are_redone_by_any_number_of_processes(target, whole, tmp
     for world, damage in ((1, cut), (2, turn), (3, cut), (5, turn), (2, Path.unlink)):
         for path in [*rng.sample(shards, 2), head]:
             damage(path)
-        with pytest.raises(UserError, match="damaged|missing|target_head|manifest says"):
-            ShardReader(tmp_path, verify_checksums=True)
-            raise UserError("; ".join(verify(tmp_path)))
+        assert len(verify(tmp_path)) == 3
         extract_by(tmp_path, target, world)
         assert contents(tmp_path) == whole
 
@@ -403,7 +400,7 @@ def test_the_command_names_a_bad_sample_and_ends_with_1(extracted, tiny_target, 
     for _ in range(2):  # the rerun does not call it complete either
         out = run(*command, status=1, PYTHONPATH=str(ROOT))
         (sentence,) = [line for line in out.splitlines() if line.startswith("error: ")]
-        assert "1 of 8 samples are left out of" in sentence and "'q3" in sentence
+        assert "error: 1 of 8 samples are left out of" in sentence and "'q3" in sentence
         assert "NaN or Inf in token 2, tap number 1" in sentence
         assert sentence.endswith(f"accelerate launch train/main.py --config {config}")
     assert "'q3" in run("extract/main.py", "--config", str(config), "--verify", status=1)

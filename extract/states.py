@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from configs.load import UserError
-from configs.provenance import free_space_check
+from configs.provenance import file_sha256, free_space_check
+from extract.head import FILE as HEAD_FILE
 from extract.head import head_of, save_head
-from extract.manifest import Manifest, ShardEntry, TargetHead, Totals, write_manifest
+from extract.manifest import Manifest, ShardEntry, TargetHead, Totals, read_manifest, write_manifest
 from extract.prompts import MaskedSample
 from extract.shards import (
     Sample,
@@ -158,14 +159,14 @@ def write_states(
     # By process 0 alone and at the end: another process could not tell a shard from an earlier run from its new one.
     again = [p for p in plans if rank == 0 and (e := entries[p.index]) and e.quarantined]
     left = [p for p in plans if entries[p.index] is None]
-    if left or again:
-        tokens = sum(len(samples[i].input_ids) for p in left for i in p.samples)
-        needed = estimate_bytes(
-            tokens, len(taps), manifest.hidden_size, dtype, manifest.last_hidden
-        ) + sum(t.numel() * target.dtype.itemsize for t in head.tensors().values())
-        free_space_check(folder, needed, f"writing {tokens:,} more tokens of states")
-        if rank == 0:  # a finished folder is never declared unfinished again
-            write_manifest(folder, manifest)
+    tokens = sum(len(samples[i].input_ids) for p in left for i in p.samples)
+    needed = estimate_bytes(tokens, len(taps), manifest.hidden_size, dtype, manifest.last_hidden)
+    if not (folder / HEAD_FILE).exists():
+        needed += sum(t.numel() * target.dtype.itemsize for t in head.tensors().values())
+    free_space_check(folder, needed, f"writing {tokens:,} more tokens of states")
+    kept_head = _kept_head(folder, stamp) if rank == 0 else None
+    if rank == 0 and (left or again):  # a finished folder is never declared unfinished again
+        write_manifest(folder, manifest)
 
     def write(plan: ShardPlan) -> ShardEntry:
         entry = write_shard(
@@ -204,8 +205,19 @@ def write_states(
         complete=True,
         shards=shards,
         totals=Totals.of(shards),
-        target_head=TargetHead(**save_head(head, folder, target.dtype)),
+        target_head=kept_head or TargetHead(**save_head(head, folder, target.dtype)),
     )
     complete = Manifest(schema=manifest.schema_version, **fields)
     write_manifest(folder, complete)
     return complete
+
+
+def _kept_head(folder: Path, stamp: str) -> TargetHead | None:
+    """The head file of an earlier run of this plan, if every byte is still there: a disk may have no room for two."""
+    try:
+        manifest = read_manifest(folder)
+        head = manifest.target_head
+        good = head and file_sha256(folder / head.file) == head.sha256
+    except (UserError, OSError):
+        return None
+    return head if good and manifest.plan_fingerprint == stamp else None

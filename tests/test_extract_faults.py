@@ -132,7 +132,8 @@ def test_sigkill_at_60_random_moments(target, whole, tmp_path):
             time.sleep(rng.uniform(0, duration / 2))
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-            kills += any([os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in children])
+            ended = [os.waitpid(pid, 0)[1] for pid in children]
+            kills += any(map(os.WIFSIGNALED, ended))
             left = contents(folder) if folder.exists() else {}
             in_the_middle += 0 < len(left) < len(whole)
             for name in left.keys() & whole.keys() - {"manifest.json"}:

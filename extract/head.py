@@ -116,7 +116,8 @@ def save_head(head: TargetHead, folder: Path, dtype: torch.dtype) -> dict[str, s
         save_file(
             tensors,
             temporary,
-            metadata={"scale": repr(head.scale), "soft_cap": json.dumps(head.soft_cap)},
+            # One entry: safetensors writes several in an order that differs from call to call.
+            metadata={"use": json.dumps({"scale": head.scale, "soft_cap": head.soft_cap})},
         )
     except SafetensorError as error:
         # It says what the system said as text: "I/O error: No space left on device (os error 28)".
@@ -138,19 +139,13 @@ def load_head(
     file = folder / FILE
     try:
         with safe_open(file, framework="pt", device="cpu") as f:
-            names, metadata = set(f.keys()), f.metadata()
+            names, use = set(f.keys()), json.loads(f.metadata()["use"])
             embedding = f.get_tensor("embedding")
             weight = f.get_tensor("weight") if "weight" in names else embedding
             bias = f.get_tensor("bias") if "bias" in names else None
-    except (SafetensorError, OSError, KeyError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"cannot read {file} ({error}); run extract again, it rewrites the file"
         ) from error
-    head = TargetHead(
-        embedding,
-        weight,
-        bias=bias,
-        scale=float(metadata["scale"]),
-        soft_cap=json.loads(metadata["soft_cap"]),
-    )
+    head = TargetHead(embedding, weight, bias=bias, scale=use["scale"], soft_cap=use["soft_cap"])
     return head.to(device, dtype)

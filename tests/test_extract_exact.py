@@ -29,10 +29,10 @@ CASES = [*FAMILIES, "tied", "tied_gemma3", "conditional"]
 TAPS = (0, 2, 5)  # the deepest of six layers among them
 # Longer than a sliding window (10 and 12), than a chunk of the delta rule (64), and as short as a sample can be.
 LENGTHS = [2, 70, 5, 75, 33, 12, 13]
-# How far a token's vector may be off, as a share of its length. Measured: below 1e-5, with experts and recurrent layers
-# 1.1e-5 (padding on the right moves no border between the chunks of the delta rule); bfloat16, which rounds to 0.4 % in
-# every layer, up to 0.06 (Gemma 3).
-FLOAT32, BFLOAT16 = 2e-5, 8e-2
+# How far the worst token's vector may be off, as a share of its length. A recurrent layer carries rounding along. In
+# bfloat16 (0.4 % in every rounding) typical tokens are 1 % off after six random layers and the worst 5 %.
+FLOAT32, FLOAT32_HYBRID, BFLOAT16 = 1e-5, 5e-5, 1e-1
+HYBRID = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "conditional"}
 
 
 def conditional() -> Any:
@@ -150,13 +150,14 @@ def check(reader: ShardReader, target: Target, limit: float) -> float:
 def test_every_stored_row_is_that_of_a_batch_of_one(targets, tmp_path, case):
     target = targets(case)
     probe(target, TAPS, make_samples(LENGTHS)[1].input_ids)
-    check(store(tmp_path, target, 160), target, FLOAT32)
+    check(store(tmp_path, target, 160), target, FLOAT32_HYBRID if case in HYBRID else FLOAT32)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 10**6])
 @pytest.mark.parametrize("case", ["gemma3", "qwen3_5"])
 def test_the_size_of_a_batch_changes_no_state(targets, tmp_path, case, batch_tokens):
-    check(store(tmp_path, targets(case), batch_tokens), targets(case), FLOAT32)
+    limit = FLOAT32_HYBRID if case in HYBRID else FLOAT32
+    check(store(tmp_path, targets(case), batch_tokens), targets(case), limit)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3_5"])

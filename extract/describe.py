@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from configs.load import UserError
 from configs.schema import Config
-from extract.greedy import ASKED, Share, from_stored_states, from_target
+from extract.greedy import Share, from_stored_states, from_target
 from extract.loops import REPETITIVE, repetition_rate
 from extract.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
 from extract.price import amount
@@ -279,9 +279,7 @@ def _greedy_lines(config: Config, sets: Sequence[Stored]) -> None:
             _say(stored.name, "greedy", f"unknown: {error}")
             continue
         share = from_target(stored.samples, loaded)
-        _say_share(
-            stored, share, f"by the target in {stored.target_dtype}, at most {ASKED} samples"
-        )
+        _say_share(stored, share, f"by the target in {stored.target_dtype}")
 
 
 def _say_share(stored: Stored, share: Share, how: str) -> None:

@@ -58,11 +58,12 @@ def amount(size: float) -> str:
 
 @dataclass(frozen=True)
 class Demand:
-    """Tokens of one set. `answers` at most, unless the files give them."""
+    """Tokens of one set. `answer_tokens` at most, unless the files give them."""
 
     prompts: list[list[int]]  # ids, with every user turn of a chat and none of its answers
     prompt_tokens: int
     answer_tokens: int
+    apart: int  # tokens when every turn of a chat is a sample of its own, its history repeated
     answers: int
     dropped: int  # chats that extraction will refuse
 
@@ -75,7 +76,7 @@ class Demand:
         cls, renderer: Renderer, chats: Sequence[Chat], max_new_tokens: int, max_prompt_tokens: int
     ) -> Demand:
         """For answers that the target will give: every one may be max_new_tokens long."""
-        prompts, answers = [], 0
+        prompts, answers, apart = [], 0, 0
         for chat in chats:
             try:
                 first, turns = user_turns(chat)
@@ -85,8 +86,11 @@ class Demand:
             if len(prompt) <= max_prompt_tokens or len(turns) > 1:  # a first turn may still fit
                 prompts.append(prompt)
                 answers += len(turns)
-        size = sum(map(len, prompts))
-        return cls(prompts, size, answers * max_new_tokens, answers, len(chats) - len(prompts))
+                for n in range(1, len(turns) + 1):
+                    history = [*first, *(m for turn in turns[:n] for m in turn)]
+                    apart += len(renderer.prompt_ids(history)) + n * max_new_tokens
+        size, dropped = sum(map(len, prompts)), len(chats) - len(prompts)
+        return cls(prompts, size, answers * max_new_tokens, apart, answers, dropped)
 
     @classmethod
     def of_given(
@@ -104,7 +108,8 @@ class Demand:
             prompts.append(rows[0].prompt_ids)
         tokens = sum(len(s.input_ids) for s in samples)
         supervised = sum(sum(s.loss_mask) for s in samples)
-        return cls(prompts, tokens - supervised, supervised, answers, len(chats) - len(prompts))
+        dropped = len(chats) - len(prompts)
+        return cls(prompts, tokens - supervised, supervised, tokens, answers, dropped)
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,12 @@ def price_list(
         f"disk:     {most}{amount(needed)}: {amount(states)} of states, {amount(held)} held out, {amount(heads)} of "
         f"heads; {amount(free)} free: {fits}",
     ]
+    if training.apart != training.tokens:
+        lines.insert(
+            1,
+            f"turns:    joined where a template and a stopped answer allow it; if nowhere {training.apart:,} tokens, "
+            f"{amount(stored(training.apart, mine, keep))} of states",
+        )
     if training.dropped:
         lines.insert(1, f"dropped:  {training.dropped:,} chats (tool calls, prompts too long, ...)")
     lines.append("price:    of the training states by option; * is this config's")

@@ -5,7 +5,8 @@
 
 Two things come out in the run folder: the training states (`states/`) and, for every held-out set, the states of the
 target's own greedy answers in the evaluation's precision (`eval-sets/NAME/states/`), from which replay computes
-acceptance lengths without the target. Running the same command again goes on where it stopped.
+acceptance lengths without the target. Running the same command again goes on where it stopped. `--dry-run` says what it
+will cost, `--describe` what there is, `--verify` whether the disk has kept it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from pathlib import Path
 
 from configs.load import UserError
@@ -80,15 +81,15 @@ class Demand:
         for chat in chats:
             try:
                 first, turns = user_turns(chat)
-                prompt = renderer.prompt_ids([*first, *(m for turn in turns for m in turn)])
+                asked = [list(chain(first, *turns[:n])) for n in range(1, len(turns) + 1)]
+                found = map(renderer.prompt_ids, asked)
+                by_turn = list(takewhile(lambda ids: len(ids) <= max_prompt_tokens, found))
             except UnmaskableChat:  # extraction drops it and says so
                 continue
-            if len(prompt) <= max_prompt_tokens or len(turns) > 1:  # a first turn may still fit
-                prompts.append(prompt)
-                answers += len(turns)
-                for n in range(1, len(turns) + 1):
-                    history = [*first, *(m for turn in turns[:n] for m in turn)]
-                    apart += len(renderer.prompt_ids(history)) + n * max_new_tokens
+            if by_turn:
+                prompts.append(by_turn[-1])
+                answers += len(by_turn)
+                apart += sum(len(ids) + n * max_new_tokens for n, ids in enumerate(by_turn, 1))
         size, dropped = sum(map(len, prompts)), len(chats) - len(prompts)
         return cls(prompts, size, answers * max_new_tokens, apart, answers, dropped)
 

@@ -278,10 +278,14 @@ def _leave_locks_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
+def existing_parent(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists: on the disk where it will be."""
+    return next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
+
+
 def free_space_check(folder: Path, needed_bytes: int, what: str) -> None:
     """Check that the disk of folder, which need not exist yet, has room. Raises UserError."""
-    existing = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_parent(folder)).free
     if free < needed_bytes:
         needed, there = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, free))
         raise UserError(

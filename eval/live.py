@@ -10,10 +10,11 @@ import torch
 
 from configs.schema import Config
 from eval.decode import Decoded, decode, propose_chain, propose_tree
-from eval.metrics import REPETITIVE, Answer, repetition_rate, summarize
+from eval.metrics import Answer, summarize
 from eval.selftest import near_tie, plain_logits
 from extract.choose import Sampler
 from extract.head import TargetHead
+from extract.loops import REPETITIVE, repetition_rate
 from extract.regenerate import decode_batch
 from extract.shards import ShardReader
 from extract.target import Target

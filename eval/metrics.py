@@ -41,9 +41,6 @@ SHORT_ROUNDS = 3
 
 RESAMPLES = 2000
 
-# An answer is called degenerate when more than this share of its 8-grams occurred before.
-REPETITIVE = 0.5
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -115,7 +112,7 @@ def summarize(
     """Sum up one data set's answers. Neither their order nor greedy repeats change the row.
 
     baseline: the autoregressive answers to the same prompts, for the speed-up.
-    repetitive_answers: how many answers the caller found degenerate, see repetition_rate.
+    repetitive_answers: how many answers the caller found degenerate, see extract.loops.
     """
     if decoder not in DECODERS:
         raise ValueError(f"decoder must be one of {DECODERS}, not {decoder!r}")
@@ -223,15 +220,6 @@ def _percentiles(
 ) -> tuple[float, float]:
     at_low, at_high = np.percentile(values, [low, high])
     return float(at_low), float(at_high)
-
-
-def repetition_rate(tokens: Sequence[int], n: int = 8) -> float:
-    """Share of an answer's n-grams that occurred in it before; 0 if it has no n-gram.
-
-    A looping answer comes near 1. Loops are easy to draft: they lift tau and mean nothing.
-    """
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def _distinct(answers: Sequence[Answer], temperature: float) -> list[Answer]:

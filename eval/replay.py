@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config
-from eval.metrics import REPETITIVE, Answer, repetition_rate, summarize
+from eval.metrics import Answer, summarize
 from eval.tree import tree_accepted_lengths
 from extract.head import TargetHead
+from extract.loops import REPETITIVE, repetition_rate
 from extract.shards import Sample, ShardReader
 from train.blocks import layer_masks, slot_inputs
 from train.drafter import DFlashDrafter

@@ -15,8 +15,9 @@ from configs.load import UserError
 from configs.schema import Config
 from eval.engines import Engine, Served
 from eval.live import questions
-from eval.metrics import REPETITIVE, Answer, Row, repetition_rate, summarize
+from eval.metrics import Answer, Row, summarize
 from extract.choose import Sampler
+from extract.loops import REPETITIVE, repetition_rate
 from extract.shards import ShardReader
 
 

@@ -5,7 +5,8 @@
 
 Two things come out in the run folder: the training states (`states/`) and, for every held-out set, the states of the
 target's own greedy answers in the evaluation's precision (`eval-sets/NAME/states/`), from which replay computes
-acceptance lengths without the target. Running the same command again goes on where it stopped.
+acceptance lengths without the target. Running the same command again goes on where it stopped. `--dry-run` says what it
+will cost, `--describe` what there is, `--verify` whether the disk has kept it.
 """
 
 from __future__ import annotations
@@ -13,28 +14,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from configs.load import UserError, add_arguments, config_from_args, main_guard, resolve_input
 from configs.provenance import FolderLock, lock_owner, open_run_dir
-from configs.schema import Config
 from extract.benchmarks import BENCHMARKS, table
+from extract.describe import describe, shared_prompts
 from extract.manifest import read_manifest
+from extract.price import price_list
 from extract.prompts import Chat, Renderer, Report, load_chats
-from extract.regenerate import decode_batch
-from extract.sample import STORAGE_DTYPES
 from extract.server import Server
-from extract.shards import estimate_bytes, verify
+from extract.shards import verify
 from extract.stage import Stage, left_out, say
 from extract.target import (
-    TargetSpec,
     inspect,
     load_model_config,
+    load_stop_ids,
     load_target,
     load_tokenizer,
     locate,
@@ -53,7 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     add_arguments(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
-        "--dry-run", action="store_true", help="print tokens, bytes and hours; write nothing"
+        "--dry-run",
+        action="store_true",
+        help="the price: tokens, hours (from a short run on this machine) and bytes; leave nothing behind",
+    )
+    mode.add_argument(
+        "--describe",
+        action="store_true",
+        help="what is there, finished or not: lengths, stops, duplicates, loops, and whether the target would say it",
     )
     mode.add_argument("--verify", action="store_true", help="read everything again and check it")
     parser.add_argument(
@@ -69,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     refuse_shared_sources(config.data.prompts, config.eval.prompts)
     location = unpack_gguf(locate(config.target))
     tokenizer = load_tokenizer(config.target, location)
-    spec = inspect(location, load_model_config(config.target, location), tokenizer, config.drafter)
+    model_config = load_model_config(config.target, location)
+    spec = inspect(location, model_config, tokenizer, config.drafter)
     renderer = Renderer(tokenizer, enable_thinking=config.target.enable_thinking)
     chats, report = load_chats(config.data.prompts, max_samples=config.data.max_samples)
     sets = [
@@ -89,11 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     )
     for line in report.lines():
         say("", line)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if args.describe:
+        if rank == 0:
+            stop_ids = load_stop_ids(location, model_config, tokenizer)
+            describe(config, renderer, stop_ids, chats, [(n, c) for n, c, _ in sets])
+        return None
     if args.dry_run:
-        dry_run(config, spec, renderer, chats)
+        held_out = [c for _, c, _ in sets]
+        target = load_target(config.target)
+        prices = price_list(config, spec, target, renderer, chats, held_out, processes=world)
+        if rank == 0:
+            print("\n".join(prices))
         return None
 
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with processes_lock(run_dir, rank, world):
         if rank == 0:
             open_run_dir(config, stage="extract", resume=False)
@@ -169,14 +183,8 @@ def warn_contamination(
     chats: Sequence[Chat], sets: Sequence[tuple[str, list[Chat], Report]]
 ) -> None:
     """Held-out prompts that are also training prompts make tau too good; say which set and how many."""
-
-    def key(chat: Chat) -> str:
-        texts = [str(m.get("content")) for m in chat.messages if m.get("role") == "user"]
-        return " ".join(" ".join(texts).casefold().split())
-
-    seen = {key(chat) for chat in chats}
     for name, held_out, _ in sets:
-        shared = [chat.id for chat in held_out if key(chat) in seen]
+        shared = shared_prompts(chats, held_out)
         if shared:
             print(
                 f"warning: {len(shared)} of {len(held_out)} prompts of {name} are training prompts too "
@@ -205,39 +213,6 @@ def verify_run(run_dir: Path) -> int:
     for text in missing:
         print(f"error: {text}; run extract/main.py again to try them once more", file=sys.stderr)
     return 2 if problems else 1 if missing else 0
-
-
-def dry_run(config: Config, spec: TargetSpec, renderer: Renderer, chats: Sequence[Chat]) -> None:
-    """Tokens (at most), bytes and hours; the rates are measured on this machine in a few seconds."""
-    prompts = [
-        renderer.prompt_ids([m for m in chat.messages if m.get("role") != "assistant"])
-        for chat in chats
-    ]
-    prompt_tokens = sum(map(len, prompts))
-    answers = len(prompts) * config.data.max_new_tokens if config.data.regenerate else 0
-    tokens = prompt_tokens + answers
-    target = load_target(config.target)
-    batch = sorted(prompts, key=len)[: config.data.batch_size]
-    decode_batch(target, batch[:1], 2)  # warm-up
-    started = time.monotonic()
-    decode_batch(target, batch, 9)
-    prefill_and_nine = time.monotonic() - started
-    ids = torch.tensor([(p * 256)[:256] for p in batch[:8]], device=target.device)
-    started = time.monotonic()
-    target.forward_taps(ids, spec.target_layer_ids)
-    forward = ids.numel() / (time.monotonic() - started)
-    decode = 8 * len(batch) / max(prefill_and_nine - sum(map(len, batch)) / forward, 1e-3)
-    size = estimate_bytes(
-        tokens, len(spec.target_layer_ids), spec.hidden_size, STORAGE_DTYPES[config.extract.storage_dtype],
-        config.extract.store_last_hidden,
-    )  # fmt: skip
-    hours = (answers / decode + tokens / forward) / 3600
-    say("tokens", f"{tokens:,} at most ({prompt_tokens:,} of prompts, {answers:,} of answers)")
-    say("bytes", f"{size:,} ({size / 2**30:,.2f} GiB, {size // max(tokens, 1):,} a token)")
-    say(
-        "time",
-        f"{hours:.2f} hours at most on this process ({decode:,.0f} answered, {forward:,.0f} extracted tokens/s)",
-    )
 
 
 if __name__ == "__main__":

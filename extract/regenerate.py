@@ -207,6 +207,22 @@ def read_batch(file: Path, stamp: str | None) -> list[Row] | None:
         return None
 
 
+def answers_so_far(folder: Path) -> list[Row]:
+    """The rows of the finished batches, by chat and turn; nothing needs to be finished or known.
+
+    Of each turn, those that were made under the same settings as its newest file: an earlier run may have left others.
+    """
+    turns: dict[str, list[Path]] = {}
+    for file in folder.glob("turn*-batch-*.jsonl"):
+        turns.setdefault(file.name.partition("-")[0], []).append(file)
+    rows: list[Row] = []
+    for files in turns.values():
+        with max(files, key=lambda f: f.stat().st_mtime_ns).open(encoding="utf-8") as newest:
+            stamp = json.loads(newest.readline())["stamp"]
+        rows += [row for file in files for row in read_batch(file, stamp) or ()]
+    return sorted(rows, key=lambda row: (row.chat_id, row.turn))
+
+
 def _wait_for(file: Path, stamp: str, seconds: float = 24 * 3600) -> Iterator[Row]:
     """The rows of a file that this or another process writes."""
     end = time.monotonic() + seconds

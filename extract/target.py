@@ -185,6 +185,28 @@ def _from_pretrained(auto: Any, config: TargetConfig, location: Location, **kwar
         ) from error
 
 
+def stop_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer (generation config and tokenizer together)."""
+    ids: set[int] = set()
+    for eos in (generation_config.eos_token_id, tokenizer.eos_token_id):
+        if eos is not None:
+            ids.update(eos if isinstance(eos, (list, tuple)) else [eos])
+    return frozenset(ids)
+
+
+def load_stop_ids(location: Location, model_config: Any, tokenizer: Any) -> frozenset[int]:
+    """`Target.stop_ids` without the weights."""
+    from transformers import GenerationConfig
+
+    try:
+        generation_config = GenerationConfig.from_pretrained(
+            location.source, revision=location.revision or "main"
+        )
+    except OSError:  # the model has none, and then transformers makes it from the model's config
+        generation_config = GenerationConfig.from_model_config(model_config)
+    return stop_ids(generation_config, tokenizer)
+
+
 def default_taps(num_taps: int, num_layers: int) -> tuple[int, ...]:
     """Taps spread evenly from layer 1 to layer N-3, as the released drafters have them."""
     if num_taps == 1:
@@ -311,12 +333,7 @@ class Target:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Every token that ends an answer (generation config and tokenizer together)."""
-        ids: set[int] = set()
-        for eos in (self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id):
-            if eos is not None:
-                ids.update(eos if isinstance(eos, (list, tuple)) else [eos])
-        return frozenset(ids)
+        return stop_ids(self.model.generation_config, self.tokenizer)
 
     @torch.no_grad()
     def forward_taps(

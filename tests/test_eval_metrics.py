@@ -20,9 +20,9 @@ from eval.metrics import (
     Row,
     bootstrap_difference,
     bootstrap_interval,
-    repetition_rate,
     summarize,
 )
+from extract.loops import repetition_rate
 
 few = settings(max_examples=60, deadline=None)
 

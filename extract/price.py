@@ -204,7 +204,7 @@ def price_list(
     held = stored(held_tokens, config.eval.dtype, False)
     head = head_of(target)
     values = head.embedding.numel() + (head.weight is not head.embedding) * head.weight.numel()
-    width, eval_width = target.dtype.itemsize, DTYPES[config.eval.dtype].itemsize
+    width, eval_width = target.dtype.itemsize, STORAGE_DTYPES[config.eval.dtype].itemsize
     heads = values * (width + len(sets) * eval_width)
     needed = states + held + heads
     free = shutil.disk_usage(existing_parent(Path(config.run_dir))).free

@@ -15,7 +15,15 @@ from configs.load import UserError
 from configs.provenance import file_sha256, free_space_check
 from extract.head import FILE as HEAD_FILE
 from extract.head import head_of, save_head
-from extract.manifest import Manifest, ShardEntry, TargetHead, Totals, read_manifest, write_manifest
+from extract.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    TargetHead,
+    Totals,
+    read_manifest,
+    write_manifest,
+)
 from extract.prompts import MaskedSample
 from extract.sample import STORAGE_DTYPES
 from extract.shards import (
@@ -209,6 +217,8 @@ def write_states(
         target_head=kept_head or TargetHead(**save_head(head, folder, target.dtype)),
     )
     complete = Manifest(schema=manifest.schema_version, **fields)
+    for stale in folder.glob(f".{MANIFEST}.tmp-*"):  # of killed runs; process 0 alone writes it
+        stale.unlink(missing_ok=True)
     write_manifest(folder, complete)
     return complete
 

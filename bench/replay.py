@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         propose = propose_chain if budget is None else propose_tree(budget)
         started = time.perf_counter()
         for sample, rounds in zip(samples, replayed, strict=True):
-            first = len(sample.input_ids) - int(sample.loss_mask.sum())
-            prompt = sample.input_ids[:first].tolist()
+            prompt = sample.input_ids[: sample.prompt_tokens].tolist()
             got = decode(
                 target, drafter, head, prompt, propose, max_new_tokens=config.eval.max_new_tokens
             )

@@ -33,8 +33,7 @@ def questions(config: Config, reader: ShardReader) -> list[Question]:
     for sample in (
         reader[i] for i in range(min(len(reader), config.eval.live_prompts or len(reader)))
     ):
-        ids = sample.input_ids.tolist()
-        first = len(ids) - int(sample.loss_mask.sum())
+        ids, first = sample.input_ids.tolist(), sample.prompt_tokens
         asked.append(Question(sample.id, ids[:first], ids[first:]))
     return asked
 

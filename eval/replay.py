@@ -74,7 +74,7 @@ def replay(
     keep_chain: bool = False,
 ) -> dict[int | None, Replayed]:
     """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end)."""
-    first = len(sample.input_ids) - int(sample.loss_mask.sum())
+    first = sample.prompt_tokens
     continuation = _continuations(sample.input_ids[first:].long(), drafter.shape.block_size - 1)
     accepted: list[Tensor] = []  # [m, 1 + budgets] of each slice
     done = 0
@@ -121,7 +121,7 @@ def replay_sets(
         answers: dict[int | None, list[Answer]] = {key: [] for key in (None, *options.budgets)}
         repetitive = 0
         for sample in (reader[i] for i in range(len(reader))):
-            spoken = sample.input_ids[-int(sample.loss_mask.sum()) :].tolist()
+            spoken = sample.input_ids[sample.prompt_tokens :].tolist()
             repetitive += repetition_rate(spoken) > REPETITIVE
             rounds = replay(drafter, head, sample, options.budgets, keep_chain=options.keep_chain)
             for key, got in rounds.items():

@@ -40,6 +40,11 @@ class Sample:
     hidden_states: Tensor  # [T, n_taps*hidden]
     last_hidden: Tensor | None  # [T, hidden]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Where the answer begins, in a sample of one turn: all that is supervised stands at the end."""
+        return len(self.input_ids) - int(self.loss_mask.sum())
+
 
 @dataclass(frozen=True)
 class Format:

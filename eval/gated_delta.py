@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,11 +56,17 @@ class Shape:
 
     parents: Tensor  # int64 [n], -1 for the root
     ancestors: Tensor  # bool [n, n], True where j is i or an ancestor of i
+    kernel: int  # K
 
-    def taps(self, kernel: int) -> Tensor:
+    @cached_property
+    def summing(self) -> Tensor:
+        """float64 [n, n]: what is multiplied with it is summed along root paths."""
+        return self.ancestors.double().T
+
+    @cached_property
+    def taps(self) -> Tensor:
         """[n, K]: rows of [last K-1 inputs of the past ; nodes] that each node's convolution reads, oldest first."""
-        past = kernel - 1
-        n = len(self.parents)
+        past, n = self.kernel - 1, len(self.parents)
         rows = torch.arange(past + n, device=self.parents.device)
         before = torch.cat([rows[:past] - 1, self.parents + past]).clamp(min=0)
         taps = [rows[past:]]
@@ -96,7 +103,7 @@ class GatedDelta:
         m, n = self.module, hidden.shape[1]
         qkv, z, b, a = self.project(m, hidden)
         inputs = torch.cat([self.window, qkv])
-        mixed = self._convolve(inputs, shape.taps(m.conv_kernel_size)).to(self.dtype)
+        mixed = self._convolve(inputs, shape.taps).to(self.dtype)
         q, k, v = mixed.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
         repeat = m.num_v_heads // m.num_k_heads
         q, k = (_unit(self._heads(x, m.head_k_dim)).repeat_interleave(repeat, 0) for x in (q, k))
@@ -106,7 +113,7 @@ class GatedDelta:
         log_decay = -m.A_log.to(self.dtype).exp() * softplus(a.to(self.dtype) + m.dt_bias)  # [n, H]
 
         # Sums in float64: a fast head's sum runs to the thousands, and the differences are what counts.
-        c = log_decay.double().T @ shape.ancestors.double().T  # [H, n]
+        c = log_decay.double().T @ shape.summing  # [H, n]
         between = (c[:, :, None] - c[:, None, :]).masked_fill_(~shape.ancestors, -torch.inf)
         D = between.exp_().to(self.dtype)
         from_past = c.exp().to(self.dtype)[..., None]  # [H, n, 1]

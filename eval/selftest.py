@@ -91,7 +91,7 @@ def self_test(
 ) -> list[Check]:
     """Ask all of them. `verifier` makes what is tested (default: ours)."""
     make = verifier or (lambda t: Verifier(t, (0,)))
-    random = torch.Generator().manual_seed(seed)
+    random, words = torch.Generator().manual_seed(seed), _words(target)
     ((answer, _),) = decode_batch(target, [list(prompt)], new_tokens)
     (plain,) = plain_logits(target, [[*prompt, *answer]], [len(answer) + 1])
     tie = near_tie(target.dtype)
@@ -100,9 +100,9 @@ def self_test(
     rounding.add(stepwise_logits(target, prompt, answer), plain)
     limit = TIMES * max(rounding.difference, least)
     checks = [Check(name, limit, tie) for name in ("nodes", "long", "commits", "text")]
-    _nodes(checks[0], make(target), target, prompt, random, nodes, depth)
-    _nodes(checks[1], make(target), target, long_prompt(target, prompt), random, 6, depth)
-    _commits(checks[2], make(target), target, prompt, random, rounds, depth)
+    _nodes(checks[0], make(target), target, prompt, random, words, nodes, depth)
+    _nodes(checks[1], make(target), target, long_prompt(target, prompt), random, words, 6, depth)
+    _commits(checks[2], make(target), target, prompt, random, words, rounds, depth)
     _text(checks[3], make, target, plain, prompt, answer, depth)
     return [rounding, *checks]
 
@@ -113,11 +113,12 @@ def _nodes(
     target: Target,
     prompt: Sequence[int],
     random: torch.Generator,
+    words: Tensor,
     nodes: int,
     depth: int,
 ) -> None:
     verifier.prefill(prompt)
-    tree = random_tree(random, nodes, depth, _words(target))
+    tree = random_tree(random, nodes, depth, words)
     logits, _ = verifier.verify(tree)
     paths = leaf_paths(tree)
     for part in (paths[i : i + 16] for i in range(0, len(paths), 16)):
@@ -133,13 +134,14 @@ def _commits(
     target: Target,
     prompt: Sequence[int],
     random: torch.Generator,
+    words: Tensor,
     rounds: int,
     depth: int,
 ) -> None:
     verifier.prefill(prompt)
     kept = list(prompt)
     for i in range(rounds):
-        tree = random_tree(random, 12, depth, _words(target))
+        tree = random_tree(random, 12, depth, words)
         logits, _ = verifier.verify(tree)
         paths = leaf_paths(tree)
         path = paths[int(torch.randint(len(paths), (), generator=random))]

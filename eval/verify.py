@@ -103,8 +103,10 @@ class Verifier:
         target, device = self.target, self.target.device
         ancestors = tree.ancestor_mask().to(device)
         depths = tree.depths.to(device)
-        shape = Shape(tree.parents.to(device), ancestors)
-        with record_taps(target.layers, self.taps) as recorded, self._delta_rule_on(shape):
+        with (
+            record_taps(target.layers, self.taps) as recorded,
+            self._delta_rule_on(tree.parents.to(device), ancestors),
+        ):
             out = target.decoder(
                 input_ids=tree.tokens[None].to(device),
                 attention_mask=self._masks(ancestors, depths),
@@ -135,14 +137,18 @@ class Verifier:
         return additive.masked_fill_(~sees, blocked)[None, None]
 
     @contextmanager
-    def _delta_rule_on(self, shape: Shape) -> Iterator[None]:
+    def _delta_rule_on(self, parents: Tensor, ancestors: Tensor) -> Iterator[None]:
         """Gated-DeltaNet layers run along the tree while this is open."""
+        shapes: dict[torch.device, Shape] = {}  # what a shape works out serves all layers there
         replaced = []
         try:
             for recurrent in self.recurrent:
                 module = recurrent.module
+                at = recurrent.window.device
+                if at not in shapes:
+                    shapes[at] = Shape(parents.to(at), ancestors.to(at), module.conv_kernel_size)
                 replaced.append((module, module.__dict__.get("forward")))
-                module.forward = partial(_run, recurrent, shape)
+                module.forward = partial(_run, recurrent, shapes[at])
             yield
         finally:
             for module, own in replaced:
@@ -154,9 +160,7 @@ class Verifier:
 
 def _run(recurrent: GatedDelta, shape: Shape, hidden_states: Tensor, **_: Any) -> Tensor:
     """What the decoder layer calls: the cache and the masks that it passes are not the tree's."""
-    device = hidden_states.device
-    here = Shape(shape.parents.to(device), shape.ancestors.to(device))
-    return recurrent.forward(here, hidden_states)
+    return recurrent.forward(shape, hidden_states)
 
 
 def rope_depends_on_length(config: Any) -> bool:

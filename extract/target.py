@@ -330,6 +330,7 @@ class Target:
         self.head: Any = self.model.get_output_embeddings()
         self.device: torch.device = self.embed.weight.device
         self.dtype: torch.dtype = self.embed.weight.dtype
+        self._fingerprint: str | None = None
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -357,7 +358,12 @@ class Target:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def fingerprint(self) -> str:
-        """Of the weights: names, shapes and a sample of each tensor in bfloat16, so that it does not depend on dtype."""
+        """Of the weights: names, shapes and a sample of each tensor in bfloat16, so that it does not depend on dtype.
+
+        Taken once: the weights are frozen, and every set asks.
+        """
+        if self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256()
         for name, p in self.model.named_parameters():
             flat = p.detach().reshape(-1)
@@ -365,7 +371,8 @@ class Target:
             sample = flat[::step][:512].to("cpu", torch.bfloat16).contiguous()
             digest.update(f"{name}{tuple(p.shape)}".encode())
             digest.update(sample.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
 
 class Recorded:

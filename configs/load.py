@@ -36,6 +36,11 @@ class UserError(Exception):
     """A mistake that the user can mend. The message is for the terminal and names the fix."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, short enough for a sentence of ours; its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
     """Run a command's main and return its exit code: `sys.exit(main_guard(main))`.
 

@@ -16,7 +16,15 @@ from pathlib import Path
 from configs.load import UserError
 from configs.provenance import atomic_write_json, atomic_write_text
 from eval.metrics import MIN_PROMPTS, MIN_ROUNDS, Json, bootstrap_difference
-from eval.results import decoder_name, latest_results, read_results, step_name, target_name
+from eval.results import (
+    Key,
+    decoder_name,
+    key_of,
+    latest_results,
+    read_results,
+    step_name,
+    target_name,
+)
 from eval.tables import aligned, escaped, fixed, markdown_table
 
 HEADINGS = "data set|decoder|tau A|tau B|B - A [95 %]|better|prompts|left out"
@@ -28,8 +36,6 @@ EXPLAINED = (
 # What must agree before a difference is the drafter's. A fingerprint says more than the name of a folder.
 TARGET = ("fingerprint", "dtype", "enable_thinking")
 INVALID = "INVALID, not lossless"
-
-Key = tuple[str, str, int | None, float]  # data set, decoder, budget, temperature
 
 
 @dataclass(frozen=True)
@@ -181,12 +187,8 @@ def _tau(sums: Sequence[tuple[int, int]]) -> float:
     return sum(c for c, _ in sums) / sum(r for _, r in sums)
 
 
-def _key(row: Json) -> Key:
-    return row["dataset"], row["decoder"], row["budget"], row["temperature"]
-
-
 def _drafted(results: Json) -> dict[Key, Json]:
-    return {_key(r): r for r in results["rows"] if r["decoder"] != "autoregressive"}
+    return {key_of(r): r for r in results["rows"] if r["decoder"] != "autoregressive"}
 
 
 def _listed(rows: dict[Key, Json]) -> str:

@@ -24,6 +24,8 @@ OPTIONAL = {"lossless_check", "notes", "max_new_tokens", "sampling"}
 CHECKPOINT: Json = {"path": str, "step": int | None, "fingerprint": str | None}
 PROMPT: Json = {"id": str, "committed": int, "rounds": int}
 
+Key = tuple[str, str, int | None, float]  # data set, decoder, budget, temperature
+
 
 def write_results(folder: Path, results: Json) -> Path:
     """Check results and write folder/results.json in one piece. Raises UserError."""
@@ -63,7 +65,8 @@ def validate_results(obj: object) -> Json:
     Unknown keys are refused in a row and left alone elsewhere.
     """
     _need(isinstance(obj, dict), "the file", "an object", obj)
-    results: Json = obj  # type: ignore[assignment]
+    assert isinstance(obj, dict)
+    results: Json = obj
     _check_fields(results, "", TOP, OPTIONAL)
     _need(results["schema"] == SCHEMA, "schema", str(SCHEMA), results["schema"])
     _need(results["mode"] in MODES, "mode", " or ".join(MODES), results["mode"])
@@ -76,15 +79,14 @@ def _check_rows(rows: Sequence[Json]) -> None:
     """Check what results.json holds for Rows. Raises UserError with the bad field's path."""
     types = get_type_hints(Row)
     optional = {f.name for f in dataclasses.fields(Row) if f.default is not dataclasses.MISSING}
-    seen: dict[tuple[Any, ...], int] = {}
+    seen: dict[Key, int] = {}
     for i, row in enumerate(rows):
         at = f"rows[{i}]"
         _check_fields(row, at, types, optional)
         for unknown in row.keys() - types.keys():
             _need(False, f"{at}.{unknown}", "left out (no such field)", row[unknown])
         _check_values(row, at)
-        key = row["dataset"], row["decoder"], row["budget"], row["temperature"]
-        first = seen.setdefault(key, i)
+        first = seen.setdefault(key_of(row), i)
         _need(first == i, at, f"another decoding than rows[{first}]", row)
 
 
@@ -178,6 +180,11 @@ def _in_words(kind: Any) -> str:
 def invalid_rows(results: Json) -> list[str]:
     """What a command must not end with success for: rows whose text is not plain decoding's."""
     return [f"{r['dataset']}, {decoder_name(r)}" for r in results["rows"] if r["lossless"] is False]
+
+
+def key_of(row: Json) -> Key:
+    """What a results.json holds one row of."""
+    return row["dataset"], row["decoder"], row["budget"], row["temperature"]
 
 
 def kind_of(row: Json) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from configs.load import UserError
+from configs.load import UserError, first_line
 from configs.provenance import FolderLock, atomic_write_text
 
 FOLDER = "PACELINE_BENCHMARKS"
@@ -153,7 +153,7 @@ def _download(name: str, cached: Path) -> str:
     except KeyError as error:
         why = f"its rows have no column {error}"
     except Exception as error:  # its own, its parsers' and its network's have no base in common
-        why = str(error).partition("\n")[0] or type(error).__name__
+        why = first_line(error)
     else:
         rows = [{"id": f"{name}-{n}", "turns": texts} for n, texts in enumerate(turns, 1)]
         return "".join(json.dumps(row) + "\n" for row in rows)

@@ -202,8 +202,7 @@ def price_list(
     states = stored(training.tokens, mine, keep)
     held_tokens = sum(s.tokens for s in sets)
     held = stored(held_tokens, config.eval.dtype, False)
-    head = head_of(target)
-    values = head.embedding.numel() + (head.weight is not head.embedding) * head.weight.numel()
+    values = sum(t.numel() for t in head_of(target).tensors().values())
     width, eval_width = target.dtype.itemsize, STORAGE_DTYPES[config.eval.dtype].itemsize
     heads = values * (width + len(sets) * eval_width)
     needed = states + held + heads

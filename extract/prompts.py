@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
-from configs.load import REPOSITORY, UserError, resolve_input
+from configs.load import REPOSITORY, UserError, first_line, resolve_input
 from extract.benchmarks import BENCHMARKS, find, sample
 
 if TYPE_CHECKING:
@@ -174,8 +174,7 @@ def _read_dataset(failure: str, path: str, **options: Any) -> Iterator[tuple[int
     try:
         yield from enumerate(datasets.load_dataset(path, **options), 1)
     except Exception as error:  # its own, its parsers' and its network's have no base in common
-        line = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{failure}: {line}") from error
+        raise UserError(f"{failure}: {first_line(error)}") from error
 
 
 def _messages(row: Any) -> tuple[Message, ...]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from extract.manifest import Manifest
+from extract.target import DTYPES
 
 FLOAT8 = torch.float8_e4m3fn
-STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": FLOAT8}
+STORAGE_DTYPES = DTYPES | {"float8_e4m3fn": FLOAT8}
 CODES = {
     FLOAT8: "F8_E4M3",
     torch.bfloat16: "BF16",

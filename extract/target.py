@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configs.load import UserError, resolve_input
+from configs.load import UserError, first_line, resolve_input
 from configs.provenance import FolderLock
 from configs.schema import DrafterConfig, TargetConfig
 
@@ -177,7 +177,7 @@ def _from_pretrained(auto: Any, config: TargetConfig, location: Location, **kwar
         )
     except (OSError, ValueError) as error:
         # transformers raises these for a missing hub id, a folder without the file, an unknown architecture
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         if "scaled_dot_product_attention" in str(error):
             first += "; set target.attn_implementation: eager"
         raise UserError(

@@ -151,6 +151,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # PyYAML's stubs give this one call no types.
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self.depth += 1
         if isinstance(event, yaml.AliasEvent) or event.tag is not None or self.depth > 20:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,9 +71,9 @@ class Drafting:
             kind: None if kind == FULL else self._sliding_mask(device)
             for kind in set(drafter.config.layer_types)
         }
-        context = [(layer.keys, layer.values) for layer in self.layers]
+        context: Any = [(x.keys, x.values) for x in self.layers]  # there since the prompt's append
         embeddings = self.head.embed(ids).to(drafter.fc.weight.dtype)
-        hidden = drafter.slots(embeddings, positions, context, masks)  # type: ignore[arg-type]
+        hidden = drafter.slots(embeddings, positions, context, masks)
         return self.head.logits(hidden[0, 1:])
 
     def _sliding_mask(self, device: torch.device) -> Tensor:

@@ -116,12 +116,12 @@ class Verifier:
         self.pending = len(depths)
         return out.last_hidden_state[0], recorded.features(device)[0]
 
-    def _masks(self, ancestors: Tensor, depths: Tensor) -> Tensor | dict[str, Tensor | None]:
+    def _masks(self, ancestors: Tensor, depths: Tensor) -> Tensor | dict[str, Tensor | None] | None:
         """What each kind of layer sees: a mask for all of them, or one by kind where the target mixes kinds."""
         masks: dict[str, Tensor | None] = {}
         for kind in dict.fromkeys(self.kinds):
             masks[kind] = None if kind == LINEAR else self._mask(ancestors, depths, kind)
-        return masks if len(masks) > 1 else next(iter(masks.values()))  # type: ignore[return-value]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, ancestors: Tensor, depths: Tensor, kind: str) -> Tensor:
         """[1, 1, n, past + n], additive: `eager` adds what it is given, and `sdpa` takes either form."""

@@ -22,7 +22,7 @@ from extract.regenerate import Reason
 ATTEMPTS = 6  # with waits of 1, 2, 4, 8, 16 s between: half a minute of a restarting server
 
 # A server takes what a request leaves out from the target's generation_config.json, where a repetition penalty would
-# change even greedy answers. Our own decoding knows a temperature and nothing else.
+# change even greedy answers. So every field is sent, and these values turn it off.
 NO_FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 

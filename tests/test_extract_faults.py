@@ -189,19 +189,20 @@ def broken(target: Target, sample: int, value: float) -> Iterator[None]:
     """The states of tap 5 of one sample become NaN, Inf or zeros, wherever in a batch it lies."""
     ids = torch.tensor(SAMPLES[sample].input_ids)
 
-    def spoil(module: Any, args: Any, kwargs: Any) -> None:
-        spoil.rows = [  # type: ignore[attr-defined]
-            i for i, row in enumerate(kwargs["input_ids"]) if torch.equal(row[: len(ids)], ids)
-        ]
+    rows: list[int] = []  # where in the batch under way the sample lies
+
+    def find(module: Any, args: Any, kwargs: Any) -> None:
+        batch = enumerate(kwargs["input_ids"])
+        rows[:] = [i for i, row in batch if torch.equal(row[: len(ids)], ids)]
 
     def block(module: Any, args: Any, out: Any) -> Any:
         states = (out if torch.is_tensor(out) else out[0]).clone()
-        for row in spoil.rows:  # type: ignore[attr-defined]
+        for row in rows:
             states[row, 1] = value
         return states if torch.is_tensor(out) else (states, *out[1:])
 
     handles = [
-        target.decoder.register_forward_pre_hook(spoil, with_kwargs=True),
+        target.decoder.register_forward_pre_hook(find, with_kwargs=True),
         target.layers[5].register_forward_hook(block),
     ]
     try:

@@ -131,6 +131,7 @@ def make_renderer(
 
 
 def id_of(renderer: Renderer, token: str) -> int:
+    # one token gives one id, and the stub says perhaps a list
     return int(renderer.tokenizer.convert_tokens_to_ids(token))  # type: ignore[arg-type]
 
 
@@ -488,6 +489,7 @@ def test_b8_bos_is_where_the_template_writes_it_and_nowhere_else(name: str, coun
 def test_b9_no_template() -> None:
     for template in (None, {"tool_use": CHATML}):
         with pytest.raises(UserError, match=r"has no chat template.*target\.chat_template_file"):
+            # what a type checker refuses is what the test is about
             Renderer(make_tokenizer(template), enable_thinking=None)  # type: ignore[arg-type]
 
 

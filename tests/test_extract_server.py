@@ -128,11 +128,11 @@ def test_nothing_is_lost_or_asked_twice_when_the_server_goes_away(engine, tmp_pa
     renderer = Renderer(engine.target.tokenizer, enable_thinking=None)
     chats = [Chat(f"c{i}", ({"role": "user", "content": "x" * (i + 1)},), "test") for i in range(6)]
 
-    def go():
+    def go(answer):
         return regenerate(
             chats,
             renderer,
-            served.answer,
+            answer,
             tmp_path / "c",
             settings={},
             seed=0,
@@ -141,21 +141,18 @@ def test_nothing_is_lost_or_asked_twice_when_the_server_goes_away(engine, tmp_pa
         )[0]
 
     calls = 0
-    answer = served.answer
 
     def dies(prompts, seed):
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return answer(prompts, seed)
+        return served.answer(prompts, seed)
 
-    served.answer = dies  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        go()
-    served.answer = answer  # type: ignore[method-assign]
+        go(dies)
     engine.asked = 0
-    rows = go()
+    rows = go(served.answer)
     assert engine.asked == 2  # the last batch; the others were kept
     assert [row.id for row in rows] == [f"c{i}#0" for i in range(6)]
     expected = decode_batch(engine.target, [r.prompt_ids for r in rows], 12)

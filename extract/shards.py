@@ -36,15 +36,18 @@ from torch import Tensor
 
 from configs.load import UserError
 from configs.provenance import atomic_write_json, file_sha256
-from extract.manifest import AGAIN, SCHEMA, Quarantined, ShardEntry, read_manifest
+from extract.manifest import AGAIN, SCHEMA, Quarantined, ShardEntry, Totals, read_manifest
 from extract.plan import ShardPlan, owned, plan
 from extract.sample import CODES, Format, Sample, defect_of, estimate_bytes
 
 __all__ = [
     "Sample",
+    "Shard",
     "ShardPlan",
     "ShardReader",
     "estimate_bytes",
+    "noted",
+    "open_shard",
     "owned",
     "plan",
     "recorded",
@@ -93,7 +96,7 @@ def write_shard(
         entry = entry.model_copy(update={"quarantined": quarantined})
         if file_sha256(temporary) != entry.sha256:
             raise UserError(f"{path} does not read back as written; check the disk and {AGAIN}")
-        _open(temporary, entry, form)
+        open_shard(temporary, entry, form)
         temporary.replace(path)
         made = [path, _sidecar(path)]
         # This also flushes the folder, and with it the new name of the shard.
@@ -176,20 +179,24 @@ def _to_storage(sample: Sample, form: Format) -> dict[str, Tensor] | Quarantined
     return stored
 
 
-def recorded(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEntry | None:
-    """Return the entry of a shard that is there by its sidecar and its size alone, or None."""
-    path = folder / plan.name
+def noted(folder: Path, name: str, plan_fingerprint: str) -> ShardEntry | None:
+    """Return what the sidecar of a shard says, whether or not the shard is there; None without a sound one."""
     try:
-        entry = ShardEntry.model_validate_json(_sidecar(path).read_bytes())
-        good = (
-            entry.file == plan.name
-            and entry.samples + len(entry.quarantined) == len(plan.samples)
-            and entry.plan_fingerprint == plan_fingerprint
-            and path.stat().st_size == entry.bytes
-        )
+        entry = ShardEntry.model_validate_json(_sidecar(folder / name).read_bytes())
     except (OSError, ValueError):  # ValueError: a sidecar that is not one
         return None
-    return entry if good else None
+    return entry if (entry.file, entry.plan_fingerprint) == (name, plan_fingerprint) else None
+
+
+def recorded(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEntry | None:
+    """Return the entry of a shard that is there by its sidecar and its size alone, or None."""
+    entry = noted(folder, plan.name, plan_fingerprint)
+    if entry is None or entry.samples + len(entry.quarantined) != len(plan.samples):
+        return None
+    try:
+        return entry if (folder / plan.name).stat().st_size == entry.bytes else None
+    except OSError:
+        return None
 
 
 def shard_done(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEntry | None:
@@ -202,7 +209,7 @@ def shard_done(folder: Path, plan: ShardPlan, plan_fingerprint: str) -> ShardEnt
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """An open shard that keeps what its header says."""
 
     path: Path
@@ -238,7 +245,7 @@ def _damaged(path: Path, what: object) -> UserError:
     return UserError(f"{path.name} in {path.parent} is damaged: {what}; {AGAIN}, which redoes it")
 
 
-def _open(path: Path, entry: ShardEntry, form: Format) -> _Shard:
+def open_shard(path: Path, entry: ShardEntry, form: Format) -> Shard:
     """Open a shard and compare everything but the data with its entry. Raises UserError.
 
     safetensors itself refuses a header whose sizes do not add up to the file's, so that a shape can
@@ -272,7 +279,7 @@ def _open(path: Path, entry: ShardEntry, form: Format) -> _Shard:
         raise _damaged(path, f"it does not name its {entry.samples} samples")
     if (size := path.stat().st_size) != entry.bytes:
         raise _damaged(path, f"it has {size} bytes and the manifest says {entry.bytes}")
-    return _Shard(path, form, ids, offsets, slices)
+    return Shard(path, form, ids, offsets, slices)
 
 
 class ShardReader:
@@ -290,7 +297,7 @@ class ShardReader:
         self.lengths: list[int] = []  # tokens of each sample
         self.supervised: list[int] = []  # supervised tokens of each sample
         self._starts: list[int] = []  # number of each shard's first sample
-        self._opened: OrderedDict[int, _Shard] = OrderedDict()
+        self._opened: OrderedDict[int, Shard] = OrderedDict()
         for k, entry in enumerate(self.manifest.shards):
             shard = self._open(k)
             supervised = shard.supervised()
@@ -302,6 +309,10 @@ class ShardReader:
             self.ids += shard.ids
             self.lengths += [b - a for a, b in pairwise(shard.offsets)]
             self.supervised += supervised
+
+    @property
+    def totals(self) -> Totals:
+        return self.manifest.totals
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -322,15 +333,22 @@ class ShardReader:
         shard = self._open(k)
         return (shard.sample(i) for i in range(len(shard.ids)))
 
+    def token_frequency(self, vocabulary: int) -> Tensor:
+        """How often each token is supervised, [vocabulary]."""
+        counts = torch.zeros(vocabulary, dtype=torch.int64)
+        for ids, mask in self.iter_tokens():
+            counts += torch.bincount(ids[mask > 0].long(), minlength=vocabulary)
+        return counts
+
     def iter_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (input_ids, loss_mask), both [T], of each shard; no states are read."""
         for k in range(len(self.manifest.shards)):
             slices = self._open(k).slices
             yield slices["input_ids"][:], slices["loss_mask"][:]
 
-    def _open(self, k: int) -> _Shard:
+    def _open(self, k: int) -> Shard:
         entry = self.manifest.shards[k]
-        return _open(self.folder / entry.file, entry, Format.of(self.manifest))
+        return open_shard(self.folder / entry.file, entry, Format.of(self.manifest))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": OrderedDict()}
@@ -345,19 +363,24 @@ def _check_sum(path: Path, sha256: str) -> None:
         raise _damaged(path, f"its sha256 is {found[:12]} and the manifest says {sha256[:12]}")
 
 
-def verify(folder: Path) -> list[str]:
-    """Read everything again and return what is wrong, at most one sentence a file."""
+def verify(folder: Path, *, released: int = 0) -> list[str]:
+    """Read everything again and return what is wrong, at most one sentence a file.
+
+    The first `released` shards were deleted by a rolling window (extract/window.py) and are not looked for.
+    """
     try:
         manifest = read_manifest(folder)
     except UserError as error:
         return [str(error)]
     form, problems = Format.of(manifest), []
     known = set()
-    for entry in manifest.shards:
+    for number, entry in enumerate(manifest.shards):
         path = folder / entry.file
         known |= {path.name, _sidecar(path).name}
+        if number < released:
+            continue
         try:
-            shard = _open(path, entry, form)
+            shard = open_shard(path, entry, form)
             _check_sum(path, entry.sha256)
             if sum(shard.supervised()) != entry.supervised_tokens:
                 raise _damaged(path, "its count of supervised tokens is wrong")

@@ -102,6 +102,7 @@ class Stage:
             manifest,
             rank=self.rank,
             world=self.world,
+            window_gb=None if held_out else self.config.extract.window_gb,
             progress=self._bar(f"states {name}"),
         )
         if complete is None:

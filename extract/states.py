@@ -30,12 +30,16 @@ from extract.shards import (
     Sample,
     ShardPlan,
     estimate_bytes,
+    noted,
     owned,
     recorded,
     shard_done,
     write_shard,
 )
 from extract.target import Target
+from extract.window import Window, make_plan, write_plan
+
+Look = Callable[[Path, ShardPlan, str], ShardEntry | None]  # how well a shard is looked at
 
 
 def probe(target: Target, taps: Sequence[int], ids: Sequence[int]) -> None:
@@ -145,13 +149,15 @@ def write_states(
     *,
     rank: int = 0,
     world: int = 1,
+    window_gb: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest | None:
     """Write every shard that is not there yet; process r of w writes shards r, r+w, ... and returns.
 
     Process 0 then waits for the others' shards, reads each of them once, completes the manifest and returns it; the
     others return None. Samples with NaN, Inf or zeros for states are left out, named in the manifest, and tried once
-    more by every later call. UserError when the disk cannot hold what is left.
+    more by every later call. With `window_gb` no more than that is on the disk at a time (extract/window.py), training
+    runs meanwhile, and an unfit sample is tried once. UserError when the disk cannot hold what is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     taps, stamp, dtype = (
@@ -161,21 +167,36 @@ def write_states(
     )
     head = head_of(target)
     mine = owned(plans, rank, world)
-    entries = {p.index: shard_done(folder, p, stamp) for p in mine}
-    for plan in plans:  # what the others find damaged is theirs to redo
-        if plan.index not in entries:
-            entries[plan.index] = recorded(folder, plan, stamp)
+    window_plan = None if window_gb is None else make_plan(samples, plans, manifest)
+    window = Window(folder, window_plan, window_gb)
+
+    def standing(plan: ShardPlan, look: Look) -> ShardEntry | None:
+        if plan.index < window.released():  # training has read it and deleted it
+            return noted(folder, plan.name, stamp)
+        return look(folder, plan, stamp)
+
+    # What the others find damaged is theirs to redo.
+    looks = {p.index: shard_done for p in mine}
+    entries = {p.index: standing(p, looks.get(p.index, recorded)) for p in plans}
     # By process 0 alone and at the end: another process could not tell a shard from an earlier run from its new one.
+    # With a window training may be reading it, so it stays as it is.
     again = [p for p in plans if rank == 0 and (e := entries[p.index]) and e.quarantined]
+    again = again if window_plan is None else []
     left = [p for p in plans if entries[p.index] is None]
     tokens = sum(len(samples[i].input_ids) for p in left for i in p.samples)
     needed = estimate_bytes(tokens, len(taps), manifest.hidden_size, dtype, manifest.last_hidden)
+    needed = int(min(needed, window.limit))
     if not (folder / HEAD_FILE).exists():
         needed += sum(t.numel() * target.dtype.itemsize for t in head.tensors().values())
     free_space_check(folder, needed, f"writing {tokens:,} more tokens of states")
-    kept_head = _kept_head(folder, stamp) if rank == 0 else None
-    if rank == 0 and (left or again):  # a finished folder is never declared unfinished again
-        write_manifest(folder, manifest)
+    if rank == 0:
+        # The head comes first: with a window, training starts as soon as there is a plan.
+        kept = _kept_head(folder, stamp) or TargetHead(**save_head(head, folder, target.dtype))
+        manifest = manifest.model_copy(update={"target_head": kept})
+        if left or again:  # a finished folder is never declared unfinished again
+            write_manifest(folder, manifest)
+        if window_plan:
+            write_plan(folder, window_plan)
 
     def write(plan: ShardPlan) -> ShardEntry:
         entry = write_shard(
@@ -193,6 +214,8 @@ def write_states(
     done: dict[int, ShardEntry] = {}
     total = sum(len(s.input_ids) for s in samples)
     for plan in mine:
+        if entries[plan.index] is None:
+            window.wait_for_room(plan.index, quiet=rank != 0)
         done[plan.index] = entries[plan.index] or write(plan)
         if progress:
             progress(sum(e.tokens for e in done.values()), total)
@@ -200,7 +223,7 @@ def write_states(
         return None
     for plan in plans:  # the other processes' shards
         while plan.index not in done:
-            if entry := shard_done(folder, plan, stamp):
+            if entry := standing(plan, shard_done):
                 done[plan.index] = entry
             else:
                 time.sleep(0.5)
@@ -210,12 +233,7 @@ def write_states(
     fields = {
         name: getattr(manifest, name) for name in Manifest.model_fields if name != "schema_version"
     }
-    fields.update(
-        complete=True,
-        shards=shards,
-        totals=Totals.of(shards),
-        target_head=kept_head or TargetHead(**save_head(head, folder, target.dtype)),
-    )
+    fields.update(complete=True, shards=shards, totals=Totals.of(shards))
     complete = Manifest(schema=manifest.schema_version, **fields)
     for stale in folder.glob(f".{MANIFEST}.tmp-*"):  # of killed runs; process 0 alone writes it
         stale.unlink(missing_ok=True)
@@ -226,7 +244,7 @@ def write_states(
 def _kept_head(folder: Path, stamp: str) -> TargetHead | None:
     """The head file of an earlier run of this plan, if every byte is still there: a disk may have no room for two."""
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, incomplete_ok=True)
         head = manifest.target_head
         good = head and file_sha256(folder / head.file) == head.sha256
     except (UserError, OSError):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from extract.head import TargetHead
-from extract.shards import ShardReader
 
 
 class SampledHead:
@@ -77,11 +76,3 @@ class StepHead:
         gradient = (p[:, :-1] @ self.weight).float() + (mine - 1) * rows.float()
         correct = mine[:, 0] >= p[:, :-1].amax(-1).float()
         return (loss.double() * weights).sum(), gradient * weights[:, None], correct
-
-
-def token_frequency(reader: ShardReader, vocabulary: int) -> Tensor:
-    """How often each token is supervised in these states, [V]. Reads ids and masks only."""
-    counts = torch.zeros(vocabulary, dtype=torch.int64)
-    for ids, mask in reader.iter_tokens():
-        counts += torch.bincount(ids[mask > 0].long(), minlength=vocabulary)
-    return counts

@@ -159,7 +159,7 @@ def measure(config: Config, target: Target, spec: TargetSpec, demand: Demand) ->
             shard,
             forward_shard(
                 target, shard, samples, spec.target_layer_ids, config.extract.store_last_hidden
-            ),
+            ).arrived(),
             num_taps=len(spec.target_layer_ids),
             storage_dtype=STORAGE_DTYPES[config.extract.storage_dtype],
             plan_fingerprint="",

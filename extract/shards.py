@@ -30,6 +30,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -218,13 +219,17 @@ class Shard:
     offsets: list[int]
     slices: dict[str, Any]
 
-    def sample(self, i: int) -> Sample:
+    def sample(self, i: int, *, borrow: bool = False) -> Sample:
+        """Sample i, checked and copied. A borrowed one is neither: it has views of the mapped file."""
         rows = slice(self.offsets[i], self.offsets[i + 1])
-        # A slice is a view of the mapped file, and would keep all of it mapped.
-        tensors = {n: s[rows].clone() for n, s in self.slices.items() if n != "offsets"}
+        tensors = {n: s[rows] for n, s in self.slices.items() if n != "offsets"}
+        if not borrow:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         if "scales" in tensors and not bool((tensors["scales"] > 0).all()):
             raise _damaged(self.path, f"sample {self.ids[i]!r} has a scale that is not positive")
         sample = self.form.decode(self.ids[i], tensors)
+        if borrow:
+            return sample
         states = [t for t in (sample.hidden_states, sample.last_hidden) if t is not None]
         if not all(map(_finite, states)):
             raise _damaged(self.path, f"sample {self.ids[i]!r} has NaN or Inf in its states")
@@ -237,8 +242,22 @@ class Shard:
 
 
 def _finite(states: Tensor) -> bool:
-    # A sum is a tenth of the price of isfinite. NaN and Inf survive it, large values may overflow.
-    return bool(states.sum().isfinite()) or bool(states.isfinite().all())
+    """Whether there is no NaN and no Inf, by bits: as integers they are above all other numbers of their sign.
+
+    Several times faster than isfinite or a sum, which would be most of the price of reading.
+    """
+    signed, unsigned, infinity = _BITS[states.dtype]
+    bits = states.view(torch.uint8).numpy()
+    if not states.numel():
+        return True
+    top: int = infinity | 1 << (8 * states.element_size() - 1)  # -Inf
+    return bool(bits.view(signed).max() < infinity and bits.view(unsigned).max() < top)
+
+
+_BITS: dict[torch.dtype, tuple[Any, Any, int]] = {
+    torch.bfloat16: (np.int16, np.uint16, 0x7F80),
+    torch.float32: (np.int32, np.uint32, 0x7F800000),
+}
 
 
 def _damaged(path: Path, what: object) -> UserError:
@@ -318,6 +337,16 @@ class ShardReader:
         return len(self.ids)
 
     def __getitem__(self, i: int) -> Sample:
+        return self.read(i)
+
+    def borrow(self, i: int) -> Sample:
+        """Sample i as views of its file, for whoever copies it somewhere at once: kept, they keep all of the file mapped.
+
+        One pass over memory, as plain reading of a file is; NaN and Inf are not looked for, that would be a second.
+        """
+        return self.read(i, borrow=True)
+
+    def read(self, i: int, *, borrow: bool = False) -> Sample:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         i %= len(self)
@@ -326,7 +355,7 @@ class ShardReader:
         self._opened[k] = shard  # the most recent is last
         if len(self._opened) > MAX_OPEN_SHARDS:
             self._opened.popitem(last=False)
-        return shard.sample(i - self._starts[k])
+        return shard.sample(i - self._starts[k], borrow=borrow)
 
     def iter_shard(self, k: int) -> Iterator[Sample]:
         """Yield the samples of shard k as they lie in the file."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,22 +114,36 @@ def _close(ours: Tensor, theirs: Tensor, what: str, than: str, *, same_shape: bo
         )
 
 
+@dataclass(frozen=True)
+class Computed:
+    """The samples of a shard, in plan order. On CUDA their states may still be on their way from the device."""
+
+    samples: list[Sample]
+    copied: Any = None  # a CUDA event
+
+    def arrived(self) -> list[Sample]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.samples
+
+
 def forward_shard(
     target: Target,
     plan: ShardPlan,
     samples: Sequence[MaskedSample],
     taps: Sequence[int],
     last_hidden: bool,
-) -> list[Sample]:
-    """The samples of a shard with their states, in plan order. Batches are padded on the right."""
+) -> Computed:
+    """Batches are padded on the right. Returns without waiting for the device."""
     out: dict[int, Sample] = {}
     for batch in plan.batches:
         longest = max(len(samples[i].input_ids) for i in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         for row, i in enumerate(batch):
             ids[row, : len(samples[i].input_ids)] = torch.tensor(samples[i].input_ids)
-        features, last = target.forward_taps(ids.to(target.device), taps)
-        features = features.cpu()
+        features, last = target.forward_taps(ids.to(target.device), taps, use_cache=False)
+        features = _to_host(features)
+        kept = _to_host(last) if last_hidden else None
         for row, i in enumerate(batch):
             size = len(samples[i].input_ids)
             out[i] = Sample(
@@ -135,9 +151,38 @@ def forward_shard(
                 input_ids=ids[row, :size].to(torch.int32),
                 loss_mask=torch.tensor(samples[i].loss_mask, dtype=torch.uint8),
                 hidden_states=features[row, :size],
-                last_hidden=last[row, :size].cpu() if last_hidden else None,
+                last_hidden=None if kept is None else kept[row, :size],
             )
-    return [out[i] for i in plan.samples]
+    copied = None
+    if target.device.type == "cuda":
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(target.device))
+    return Computed([out[i] for i in plan.samples], copied)
+
+
+def _to_host(states: Tensor) -> Tensor:
+    """On CUDA the copy goes into pinned memory and is not waited for."""
+    if states.device.type != "cuda":
+        return states.cpu()
+    host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+    return host.copy_(states, non_blocking=True)
+
+
+def overlapped(
+    plans: Sequence[ShardPlan],
+    compute: Callable[[ShardPlan], Computed],
+    write: Callable[[ShardPlan, Computed], ShardEntry],
+) -> Iterator[tuple[ShardPlan, ShardEntry]]:
+    """Check, hash and write one shard while the target is at the next; two of them are in memory."""
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        before: tuple[ShardPlan, Future[ShardEntry]] | None = None
+        for plan in plans:
+            computed = compute(plan)
+            if before:
+                yield before[0], before[1].result()
+            before = plan, writer.submit(write, plan, computed)
+        if before:
+            yield before[0], before[1].result()
 
 
 def write_states(
@@ -198,11 +243,15 @@ def write_states(
         if window_plan:
             write_plan(folder, window_plan)
 
-    def write(plan: ShardPlan) -> ShardEntry:
+    def compute(plan: ShardPlan) -> Computed:
+        window.wait_for_room(plan.index, quiet=rank != 0)
+        return forward_shard(target, plan, samples, taps, manifest.last_hidden)
+
+    def write(plan: ShardPlan, computed: Computed) -> ShardEntry:
         entry = write_shard(
             folder,
             plan,
-            forward_shard(target, plan, samples, taps, manifest.last_hidden),
+            computed.arrived(),
             num_taps=len(taps),
             storage_dtype=dtype,
             plan_fingerprint=stamp,
@@ -211,12 +260,10 @@ def write_states(
             print(f"warning: left out {sample.id!r}: {sample.reason}", file=sys.stderr, flush=True)
         return entry
 
-    done: dict[int, ShardEntry] = {}
+    done = {p.index: entry for p in mine if (entry := entries[p.index])}
     total = sum(len(s.input_ids) for s in samples)
-    for plan in mine:
-        if entries[plan.index] is None:
-            window.wait_for_room(plan.index, quiet=rank != 0)
-        done[plan.index] = entries[plan.index] or write(plan)
+    for plan, entry in overlapped([p for p in mine if p.index not in done], compute, write):
+        done[plan.index] = entry
         if progress:
             progress(sum(e.tokens for e in done.values()), total)
     if rank != 0:
@@ -228,7 +275,7 @@ def write_states(
             else:
                 time.sleep(0.5)
     for plan in again:
-        done[plan.index] = write(plan)
+        done[plan.index] = write(plan, compute(plan))
     shards = tuple(done[p.index] for p in plans)
     fields = {
         name: getattr(manifest, name) for name in Manifest.model_fields if name != "schema_version"

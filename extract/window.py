@@ -222,8 +222,8 @@ class WindowReader:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, i: int) -> Sample | None:
-        """Sample i, or None when it was left out of its shard because its states are unfit."""
+    def borrow(self, i: int) -> Sample | None:
+        """As ShardReader.borrow; None when the sample was left out of its shard because its states are unfit."""
         k = bisect_right(self._starts, i) - 1
         self._forget_deleted()
         shard, place = self._opened.pop(k) if k in self._opened else self._open(k)
@@ -231,7 +231,7 @@ class WindowReader:
         if len(self._opened) > MAX_OPEN_SHARDS:
             self._opened.popitem(last=False)
         at = place.get(self.ids[i])
-        return None if at is None else shard.sample(at)
+        return None if at is None else shard.sample(at, borrow=True)
 
     def token_frequency(self, vocabulary: int) -> Tensor:
         counts = torch.zeros(vocabulary, dtype=torch.int64)

@@ -140,10 +140,10 @@ def collate(
         document=torch.full(shape, -1),
         position=torch.zeros(shape, dtype=torch.int64),
         priority=torch.zeros(shape, dtype=torch.float64),
-        features=torch.zeros(*shape, feature_size, dtype=feature_dtype),
+        features=torch.empty(*shape, feature_size, dtype=feature_dtype),
         last_hidden=None
         if hidden_size is None
-        else torch.zeros(*shape, hidden_size, dtype=feature_dtype),
+        else torch.empty(*shape, hidden_size, dtype=feature_dtype),
         sample_ids=[sample.id for row in rows for _, sample in row],
     )
     for r, row in enumerate(rows):
@@ -162,6 +162,9 @@ def collate(
                 assert sample.last_hidden is not None
                 batch.last_hidden[place] = sample.last_hidden[:size]
             start += size
+        batch.features[r, start:] = 0
+        if batch.last_hidden is not None:
+            batch.last_hidden[r, start:] = 0
     return batch
 
 
@@ -189,7 +192,10 @@ class StepDataset(Dataset[list[Batch]]):
         visits = self.schedule.micro_batch(step, micro, self.rank)
         manifest, reader = self.reader.manifest, self.reader
         return collate(
-            [[(i, s) for i in visit.samples if (s := reader[i]) is not None] for visit in visits],
+            [
+                [(i, s) for i in visit.samples if (s := reader.borrow(i)) is not None]
+                for visit in visits
+            ],
             [visit.epoch for visit in visits],
             max_length=self.max_length,
             feature_size=len(manifest.target_layer_ids) * manifest.hidden_size,

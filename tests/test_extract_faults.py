@@ -339,7 +339,7 @@ def test_the_next_shard_is_computed_while_one_is_written_and_at_most_two_are_in_
             raise OSError(28, "No space left on device")
         return shard.index
 
-    seen = []
+    seen: list[Any] = []
     with pytest.raises(OSError, match="No space left"):
         seen.extend(overlapped(plans, compute, write))
     assert [entry for _, entry in seen] == [p.index for p, _ in seen] == [0, 1, 2, 3]

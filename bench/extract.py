@@ -61,7 +61,7 @@ def _samples(reader: ShardReader, tokens: int) -> Sequence[MaskedSample]:
     out: list[MaskedSample] = []
     while sum(len(s.input_ids) for s in out) < tokens and len(out) < len(reader):
         sample = reader[len(out)]
-        out.append(MaskedSample(sample.id, sample.input_ids.tolist(), sample.loss_mask.tolist()))
+        out.append(MaskedSample.of(sample.id, sample.input_ids.tolist(), sample.loss_mask.tolist()))
     return out
 
 

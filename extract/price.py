@@ -102,7 +102,7 @@ class Demand:
                 continue
             answers += len(rows)
             samples += merge_turns(rows)
-            prompts.append(rows[0].prompt_ids)
+            prompts.append(rows[0].prompt_ids.tolist())
         tokens = sum(len(s.input_ids) for s in samples)
         supervised = sum(sum(s.loss_mask) for s in samples)
         dropped = len(chats) - len(prompts)
@@ -146,7 +146,7 @@ def measure(config: Config, target: Target, spec: TargetSpec, demand: Demand) ->
     length = max(2, min(demand.tokens // len(by_length), room))
     count = max(1, room // length)
     samples = [
-        MaskedSample(f"timed-{i}", (p * length)[:length], [0] * (length - 1) + [1])
+        MaskedSample.of(f"timed-{i}", (p * length)[:length], [0] * (length - 1) + [1])
         for i, p in enumerate((batch * count)[:count])
     ]
     shard = ShardPlan(0, tuple(range(count)), (tuple(range(count)),))

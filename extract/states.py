@@ -140,7 +140,9 @@ def forward_shard(
         longest = max(len(samples[i].input_ids) for i in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         for row, i in enumerate(batch):
-            ids[row, : len(samples[i].input_ids)] = torch.tensor(samples[i].input_ids)
+            ids[row, : len(samples[i].input_ids)] = torch.frombuffer(
+                samples[i].input_ids, dtype=torch.int32
+            )
         features, last = target.forward_taps(ids.to(target.device), taps, use_cache=False)
         features = _to_host(features)
         kept = _to_host(last) if last_hidden else None
@@ -149,7 +151,7 @@ def forward_shard(
             out[i] = Sample(
                 id=samples[i].id,
                 input_ids=ids[row, :size].to(torch.int32),
-                loss_mask=torch.tensor(samples[i].loss_mask, dtype=torch.uint8),
+                loss_mask=torch.frombuffer(samples[i].loss_mask, dtype=torch.uint8),
                 hidden_states=features[row, :size],
                 last_hidden=None if kept is None else kept[row, :size],
             )

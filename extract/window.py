@@ -71,7 +71,8 @@ def make_plan(
         states = estimate_bytes(tokens, taps, manifest.hidden_size, dtype, manifest.last_hidden)
         header = 2048 + len(json.dumps(json.dumps(ids)))  # of tensors and names, with room to spare
         for sample in held:
-            answer = torch.tensor(sample.input_ids)[torch.tensor(sample.loss_mask) > 0]
+            tokens_of = torch.frombuffer(sample.input_ids, dtype=torch.int32)
+            answer = tokens_of[torch.frombuffer(sample.loss_mask, dtype=torch.uint8) > 0]
             frequency += torch.bincount(answer, minlength=manifest.vocab_size)
         shards.append(
             PlannedShard(

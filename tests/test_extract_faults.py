@@ -40,7 +40,7 @@ from tests.test_pipeline import ROOT, run
 G = torch.Generator().manual_seed(0)
 LENGTHS = [int(n) for n in torch.randint(2, 40, (24,), generator=G)]
 SAMPLES = [
-    MaskedSample(f"s{i}", torch.randint(4, 290, (n,), generator=G).tolist(), [0] + [1] * (n - 1))
+    MaskedSample.of(f"s{i}", torch.randint(4, 290, (n,), generator=G).tolist(), [0] + [1] * (n - 1))
     for i, n in enumerate(LENGTHS)
 ]
 PLANS = plan(LENGTHS, shard_tokens=80, batch_tokens=100)

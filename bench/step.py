@@ -144,7 +144,7 @@ def specforge_step(
     draft = DFlashDraftModel(config).to(device, dtype)
     draft.load_state_dict(drafter.state_dict())
     table = head.weight.to(dtype)
-    linear = nn.Linear(*reversed(table.shape), bias=False, device="meta")
+    linear = nn.Linear(table.shape[1], table.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(table, requires_grad=False)
     model = OnlineDFlashModel(
         draft,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,11 @@ from train.drafter import attend
 from train.log import compiled_graphs
 
 CPU = torch.device("cpu")
-KINDS = {"full": {}, "sliding": {"window": 3}, "causal": {"window": 3, "causal": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding": {"window": 3},
+    "causal": {"window": 3, "causal": True},
+}
 
 
 def block_mask(document, position, anchors, block, **kind):
@@ -32,7 +38,7 @@ def block_mask(document, position, anchors, block, **kind):
     return dense_mask(rule, *sizes(document, anchors, block), CPU)
 
 
-def sizes(document, anchors, block):
+def sizes(document, anchors, block) -> tuple[int, int, int]:
     slots = anchors.shape[1] * block
     return len(anchors), slots, document.shape[1] + slots
 
@@ -203,7 +209,8 @@ def attention(kind, device, how):
     on_gpu = device == "cuda"
     tensors = [torch.randn(s, generator=g).to(device).requires_grad_(on_gpu) for s in grid]
     weight = torch.randn(grid[0], generator=g).to(device)
-    out = attend(*tensors, how(rule, *shape, document.device))
+    q, k, v = tensors
+    out = attend(q, k, v, how(rule, *shape, document.device))
     return [out, *torch.autograd.grad((out * weight).sum(), tensors)] if on_gpu else [out]
 
 

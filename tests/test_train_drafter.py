@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 
 from eval.decode import Drafting
 from extract.head import TargetHead
-from train.blocks import block_mask, slot_inputs
+from train.blocks import layer_masks, slot_inputs
 from train.drafter import FULL, SLIDING, DFlashDrafter, DraftShape
 from train.layout import load_drafter, save_drafter
 
@@ -53,12 +53,7 @@ def train_style(
     at = torch.tensor([anchors])
     block = model.block_size
     tokens, positions = slot_inputs(ids[None], position, at, block, model.shape.mask_token_id)
-    masks = {
-        FULL: block_mask(document, position, at, block),
-        SLIDING: block_mask(
-            document, position, at, block, window=5, causal=model.shape.causal_sliding
-        ),
-    }
+    masks = layer_masks(model, document, position, at)
     hidden = model(features[None], position, head.embed(tokens), positions, masks)
     return head.logits(hidden).view(len(anchors), block, -1)
 

@@ -10,11 +10,18 @@ from 0 and is -1 on padding; `position` counts from 0 in each document.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from train.drafter import SLIDING, DFlashDrafter
+from train.drafter import SLIDING, DFlashDrafter, Mask
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def anchor_priority(seed: int, epoch: int, sample: int, length: int) -> np.ndarray:
@@ -86,7 +93,7 @@ def slot_inputs(
     return ids.flatten(1), positions.flatten(1)
 
 
-def block_mask(
+def sight(
     document: Tensor,
     position: Tensor,
     anchors: Tensor,
@@ -94,44 +101,69 @@ def block_mask(
     *,
     window: int | None = None,
     causal: bool = False,
-) -> Tensor:
-    """[R, 1, S, L+S] bool, True where a slot sees. One mask for all heads.
+) -> Rule:
+    """The rule of attention: (row, head, slot, key) -> does the slot see it? Keys are the L tokens, then the S slots.
 
     Context: same document and strictly below the anchor; with `window`, also within `window` positions of the slot
-    itself. Own block: both directions, or with `causal` not beyond the slot. Unused anchors see their own block only,
-    so that no row of the softmax is empty.
+    itself. Own block: both directions, or with `causal` not beyond the slot. Unused anchors (-1) see their own block
+    only, so that no row of the softmax is empty. Indices broadcast, so the one rule serves dense and sparse masks.
     """
-    rows, count = anchors.shape
-    length = document.shape[1]
-    start = anchors.clamp(min=0)
-    token = torch.arange(length, device=anchors.device)
-    context = (
-        (token[None, None, :] < start[:, :, None])
-        & (document[:, None, :] == document.gather(1, start)[:, :, None])
-        & (anchors >= 0)[:, :, None]
-    )  # [R, A, L]
-    context = context[:, :, None, :].expand(rows, count, block_size, length)
-    if window is not None:
-        slot_position = position.gather(1, start)[:, :, None] + torch.arange(
-            block_size, device=anchors.device
-        )
-        distance = slot_position[..., None] - position[:, None, None, :]
-        context = context & (distance < window)
-    slot = torch.arange(count * block_size, device=anchors.device)
-    own = slot[:, None] // block_size == slot[None, :] // block_size
-    if causal:
-        own &= slot[None, :] <= slot[:, None]
-    own = own[None].expand(rows, -1, -1)
-    return torch.cat([context.reshape(rows, count * block_size, length), own], dim=2)[:, None]
+    start, length = anchors.clamp(min=0), document.shape[1]
+    own_document, own_position = document.gather(1, start), position.gather(1, start)
+
+    def sees(row: Tensor, head: Tensor, slot: Tensor, key: Tensor) -> Tensor:
+        block, token, other = slot // block_size, key.clamp(max=length - 1), key - length
+        context = key < anchors[row, block]  # never true of another slot: anchors lie below L
+        context = context & (document[row, token] == own_document[row, block])
+        if window is not None:
+            distance = own_position[row, block] + slot % block_size - position[row, token]
+            context = context & (distance < window)
+        own = other // block_size == block  # a token's is negative
+        if causal:
+            own = own & (other <= slot)
+        return context | own
+
+    return sees
+
+
+def dense_mask(rule: Rule, rows: int, slots: int, keys: int, device: torch.device) -> Tensor:
+    """[R, 1, S, L+S] bool, True where a slot sees. One mask for all heads."""
+    at = partial(torch.arange, device=device)
+    row, slot, key = at(rows)[:, None, None, None], at(slots)[:, None], at(keys)
+    return rule(row, torch.zeros_like(row), slot, key)
+
+
+def sparse_mask(rule: Rule, rows: int, slots: int, keys: int, device: torch.device) -> BlockMask:
+    """The same for FlexAttention: which tiles have anything to see, and the rule for what lies within them.
+
+    Compiled on CUDA, where the dense mask then exists tile by tile only; made through it elsewhere (tests).
+    """
+    make = _compiled_create_block_mask if device.type == "cuda" else create_block_mask
+    return make(rule, rows, None, slots, keys, device=device)
+
+
+_compiled_create_block_mask: Any = torch.compile(create_block_mask, dynamic=False)
 
 
 def layer_masks(
-    drafter: DFlashDrafter, document: Tensor, position: Tensor, anchors: Tensor
-) -> dict[str, Tensor | None]:
-    """The mask of every kind of layer that this drafter has, for `DFlashDrafter.slots`."""
+    drafter: DFlashDrafter,
+    document: Tensor,
+    position: Tensor,
+    anchors: Tensor,
+    *,
+    sparse: bool = False,
+) -> dict[str, Mask]:
+    """The mask of every kind of layer that this drafter has, for `DFlashDrafter.slots`.
+
+    Dense masks go to SDPA, `sparse` ones to FlexAttention, which compiles anew for other shapes: for training rows,
+    which all have one length.
+    """
     config, shape = drafter.config, drafter.shape
-    return {
-        kind: block_mask(
+    rows, slots = len(anchors), anchors.shape[1] * shape.block_size
+    make = sparse_mask if sparse else dense_mask
+    masks: dict[str, Mask] = {}
+    for kind in set(config.layer_types):
+        rule = sight(
             document,
             position,
             anchors,
@@ -139,5 +171,5 @@ def layer_masks(
             window=config.sliding_window if kind == SLIDING else None,
             causal=kind == SLIDING and shape.causal_sliding,
         )
-        for kind in set(config.layer_types)
-    }
+        masks[kind] = make(rule, rows, slots, document.shape[1] + slots, anchors.device)
+    return masks

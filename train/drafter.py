@@ -17,16 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding, rotate_half
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Rope = tuple[Tensor, Tensor]  # cos, sin, each [R, n, head_dim]
+Mask = (
+    Tensor | BlockMask | None
+)  # [R, 1, S, L+S], True: sees; or the same for FlexAttention; None sees everything
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,17 @@ class DraftShape:
     causal_sliding: bool = False
 
 
+class RMSNorm(nn.Module):
+    """Qwen3's, with a result in the input's dtype: a float32 weight would make the whole layer's traffic float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
 class DraftAttention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -50,8 +60,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """[R, n, H] -> rotated keys and values, each [R, kv_heads, n, head_dim]."""
@@ -60,27 +70,36 @@ class DraftAttention(nn.Module):
         v = self.v_proj(x).view(shape).transpose(1, 2)
         return _rotate(k, rope), v
 
-    def forward(
-        self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: Tensor | None
-    ) -> Tensor:
-        """x [R, S, H], context keys and values [R, kv_heads, L, head_dim], mask [R, 1, S, L+S] (True: sees)."""
+    def forward(self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """x [R, S, H], context keys and values [R, kv_heads, L, head_dim]."""
         q = self.q_norm(self.q_proj(x).view(*x.shape[:2], self.heads, self.head_dim)).transpose(
             1, 2
         )
         k, v = self.keys_values(x, rope)
-        out = F.scaled_dot_product_attention(
+        out = attend(
             _rotate(q, rope),
             torch.cat([context[0], k], dim=2),
             torch.cat([context[1], v], dim=2),
-            attn_mask=mask,
-            enable_gqa=self.heads != self.kv_heads,
+            mask,
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attention, [R, heads, S, head_dim]: SDPA, or FlexAttention (which skips what no slot sees) given its mask."""
+    grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        flex = _compiled_flex_attention if q.is_cuda else flex_attention
+        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+_compiled_flex_attention: Any = torch.compile(flex_attention, dynamic=False)
+
+
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
-    rotated: Tensor = apply_rotary_pos_emb(x, x, *rope)[0].to(x.dtype)
-    return rotated
+    cos, sin = (part[:, None] for part in rope)  # every head alike
+    return (x * cos + rotate_half(x) * sin).to(x.dtype)
 
 
 class DraftLayer(nn.Module):
@@ -88,12 +107,10 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -108,9 +125,9 @@ class DFlashDrafter(nn.Module):
         self.shape = shape
         hidden = config.hidden_size
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(shape.target_layer_ids) * hidden, hidden, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(config)  # no parameters and no persistent buffers
         self.autocast: torch.dtype | None = None  # training precision; weights stay float32
 
@@ -143,12 +160,12 @@ class DFlashDrafter(nn.Module):
         embeddings: Tensor,
         positions: Tensor,
         context: Sequence[tuple[Tensor, Tensor]],
-        masks: dict[str, Tensor | None],
+        masks: dict[str, Mask],
     ) -> Tensor:
         """Final hidden states of the slots, ready for the target's head.
 
         embeddings [R, S, H] of the slots' tokens (anchor, then mask tokens), positions [R, S], context as from
-        `context`, masks by layer type: [R, 1, S, L+S], True where a slot sees; None sees everything.
+        `context`, masks by layer type.
         """
         x, rope = embeddings, self.rotary(embeddings, positions)
         for layer, kind, kv in zip(self.layers, self.config.layer_types, context, strict=True):
@@ -162,7 +179,7 @@ class DFlashDrafter(nn.Module):
         context_positions: Tensor,
         embeddings: Tensor,
         slot_positions: Tensor,
-        masks: dict[str, Tensor | None],
+        masks: dict[str, Mask],
     ) -> Tensor:
         """Context and slots in one pass, as in training: [R, S, H]."""
         with torch.autocast(

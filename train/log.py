@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 
@@ -46,8 +47,14 @@ class Window:
             "slots_per_second": sum(supervised) / seconds,
             "data_wait": self.data_seconds / seconds,
             "seconds": seconds,
+            "compiled_graphs": compiled_graphs(),
             "peak_memory_bytes": peak,
         }
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made so far. It stands still after the first step, or shapes are not constant."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _peak_rss() -> int:

@@ -46,7 +46,9 @@ def run_drafter(engine: Any, drafter: DFlashDrafter, head: TargetHead, part: Pre
     ids, positions = slot_inputs(
         batch.input_ids, batch.position, part.anchors, shape.block_size, shape.mask_token_id
     )
-    masks = layer_masks(drafter, batch.document, batch.position, part.anchors)
+    masks = layer_masks(
+        drafter, batch.document, batch.position, part.anchors, sparse=part.anchors.is_cuda
+    )
     dtype = drafter.autocast or torch.float32  # of the arithmetic, the residual stream included
     features, embeddings = batch.features.to(dtype), head.embed(ids).to(dtype)
     out: Tensor = engine(features, batch.position, embeddings, positions, masks)

@@ -1,7 +1,7 @@
 """The training step: where its time and memory go, and side by side with SpecForge's DFlash step, in one run.
 
-    python bench/step.py                                  phases, the head in chunks, growth with the anchors
-    python bench/step.py --peer DIR                       the same step by specforge: its wheel unpacked into DIR
+    python bench/train.py                                  phases, the head in chunks, growth with the anchors
+    python bench/train.py --peer DIR                       the same step by specforge: its wheel unpacked into DIR
                                                            (pip download --no-deps specforge==0.2; unzip -d DIR ...)
 
 SmolLM2's widths and random weights; times are medians of steps that take turns, so that a busy machine slows all of them.
@@ -11,10 +11,13 @@ On a machine that others use too, OMP_WAIT_POLICY=PASSIVE keeps torch's threads 
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(0)  # this folder, whose train.py would stand in for the package of that name
+
 import argparse
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

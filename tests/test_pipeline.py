@@ -318,6 +318,7 @@ def test_every_objective_trains_end_to_end(tiny_target, tmp_path):
         "kl": ["train.distillation=1.0"],
         "mixed": ["train.distillation=0.5", "train.optimizer=muon"],
         "sampled": ["train.head_tokens=64", "drafter.init_from=target"],
+        "sampled-mix": ["train.head_tokens=64", "train.distillation=0.5", "train.weighting=dpace"],
     }.items():
         shutil.copytree(tmp_path / "run", tmp_path / name)
         sets = [x for o in (*options, f"run_dir={tmp_path / name}") for x in ("--set", o)]

@@ -32,7 +32,6 @@ from train.build import build_drafter
 from train.card import model_card
 from train.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint, trainer_state
 from train.log import Window, terminal_line
-from train.loss import default_gamma
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from train.startup import (
     StopSignal,
@@ -99,7 +98,6 @@ def train(
     )
     total_steps = options.max_steps or options.epochs * schedule.steps_per_epoch
     every = options.checkpoint_every or max(1, math.ceil(total_steps / 4))
-    gamma = options.decay_gamma or default_gamma(config.drafter.block_size)
 
     # The drafter alone goes into the engine; the target's embedding and head stay outside, frozen.
     model: Any = build_drafter(config, manifest)
@@ -133,15 +131,12 @@ def train(
     batches = step_batches(dataset, start, total_steps, workers=2 if device.type == "cuda" else 0)
     window = Window()
     for step in range(start, total_steps):
-        # 1. This step's micro-batches, their anchors, and the global weight they are divided by.
+        # 1. This step's micro-batches, their anchors, and the global divisor of their summed losses.
         data_started = time.perf_counter()
-        micro = [
-            prepare(b.to(device), options.anchors, config.drafter.block_size, gamma)
-            for b in next(batches)
-        ]
+        micro = [prepare(b.to(device), config) for b in next(batches)]
         window.data_seconds += time.perf_counter() - data_started
-        weight = accelerator.reduce(
-            torch.stack([m.weights.sum() for m in micro]).sum().double(), "sum"
+        divisor = accelerator.reduce(
+            torch.stack([m.divisor for m in micro]).sum().double(), "sum"
         ).clamp(min=1e-9)
 
         # 2. Forward and backward. Gradients are averaged over ranks and divided by the accumulation steps later on, so
@@ -150,7 +145,7 @@ def train(
             optimizer, learning_rate_factor(step, total_steps, options.warmup_ratio)
         )
         loss_head = sampled.at(step) if sampled else head
-        scale = accelerator.num_processes * options.gradient_accumulation_steps / weight
+        scale = accelerator.num_processes * options.gradient_accumulation_steps / divisor
         sums = torch.zeros(4 + 3 * config.drafter.block_size, dtype=torch.float64, device=device)
         for part in micro:
             with accelerator.accumulate(model):

@@ -22,8 +22,9 @@ class Window:
         self.sums = sums.clone() if self.sums is None else self.sums + sums
 
     def line(self, step: int, epoch: int, lr: float, norm: float, block: int) -> dict[str, Any]:
-        """The metrics.jsonl line. `tau_proxy` is the mean over drawn anchors of 1 + leading correct drafts: an
-        estimate, because decoding visits other anchors than the drawn ones (eval has the real tau)."""
+        """The metrics.jsonl line. `loss` is per unit of weight, with D-PACE per block. `tau_proxy` is the mean over drawn
+        anchors of 1 + leading correct drafts: an estimate, because decoding visits other anchors than the drawn ones
+        (eval has the real tau)."""
         assert self.sums is not None
         numerator, divisor, tokens, *rest = self.sums[:-1].tolist()
         supervised, correct = rest[:block], rest[block : 2 * block]

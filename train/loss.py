@@ -38,8 +38,8 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(hidden, dtype=torch.float32)
-        loss, confidence = gradient.new_empty(2, len(targets)).unbind()
-        correct = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
+        loss, confidence = gradient.new_empty(len(targets)), gradient.new_empty(len(targets))
+        correct = gradient.new_empty(len(targets), dtype=torch.bool)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
             some = None if teacher is None else teacher[rows]

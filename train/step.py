@@ -70,8 +70,8 @@ def loss_of(
     hidden: Tensor, head: TargetHead | StepHead, part: Prepared, config: Config
 ) -> tuple[Tensor, Tensor]:
     """(sum of weighted losses, correct [R, A, B] bool). Only supervised slots reach the head."""
-    keep = part.supervised.flatten()
-    picked = hidden.reshape(-1, hidden.shape[-1])[keep]
+    shape = part.supervised.shape
+    keep = part.supervised.flatten().nonzero()[:, 0]
     teacher = None
     if part.batch.last_hidden is not None:
         rows = torch.arange(len(part.anchors), device=keep.device)[:, None, None]
@@ -81,22 +81,22 @@ def loss_of(
         )
         teacher = part.batch.last_hidden[rows, before].flatten(0, 2)[keep].to(head.weight.dtype)
     slots = slot_losses(
-        picked,
+        hidden.reshape(-1, hidden.shape[-1])[keep],
         head,
         part.targets.flatten()[keep],
         teacher=teacher,
         share=config.train.distillation,
         chunk=config.train.loss_chunk,
     )
-    correct = torch.zeros_like(part.supervised)
-    correct[part.supervised] = slots.correct
+
+    def laid_out(values: Tensor) -> Tensor:
+        return values.new_zeros(shape.numel()).index_copy(0, keep, values).view(shape)
+
     weights = part.weights
     if weights is None:
-        confidence = torch.zeros_like(part.supervised, dtype=torch.float32)
-        confidence[part.supervised] = slots.confidence
-        weights = dpace_weights(confidence, part.supervised)
-    numerator = (slots.loss.double() * weights[part.supervised]).sum().float()
-    return numerator, correct
+        weights = dpace_weights(laid_out(slots.confidence), part.supervised)
+    numerator = (slots.loss.double() * weights.flatten()[keep]).sum().float()
+    return numerator, laid_out(slots.correct)
 
 
 def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:

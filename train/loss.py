@@ -77,7 +77,7 @@ def _chunk(
     own = column[:, None]
     logits, slope = seen.logits_with_slope(hidden)
     p = logits.softmax(-1)
-    log_norm = _log_norm(logits, p)
+    log_norm = _log_norm(logits, p, own)
     picked = logits.gather(1, own)[:, 0].float()
     correct = picked >= logits.amax(-1).float()
     loss = cross_entropy = log_norm - picked
@@ -86,7 +86,7 @@ def _chunk(
         wanted, _ = seen.logits_with_slope(teacher)
         q = wanted.softmax(-1)
         apart = (q * (wanted - logits)).sum(-1, dtype=torch.float32)
-        loss = (1 - share) * loss + share * (apart + log_norm - _log_norm(wanted, q))
+        loss = (1 - share) * loss + share * (apart + log_norm - _log_norm(wanted, q, own))
         p = p.sub_(q, alpha=share)
     if slope is not None:  # soft cap: the derivative sits between logits and the product with W
         p = p.mul_(slope)
@@ -94,12 +94,13 @@ def _chunk(
     return loss, torch.exp(-cross_entropy), correct, seen.from_logits(p).float() - pull
 
 
-def _log_norm(logits: Tensor, p: Tensor) -> Tensor:
-    """log-sum-exp of logits [n, C] with softmax p, in float32 [n]. In bfloat16 it is read off the likeliest token, since
-    a float32 copy of the chunk would cost more than the chunk."""
+def _log_norm(logits: Tensor, p: Tensor, own: Tensor) -> Tensor:
+    """log-sum-exp of logits [n, C] with softmax p, in float32 [n]. In bfloat16 it is read off one token, whose column
+    `own` [n, 1] names, since any other way goes through the chunk once more."""
     if logits.dtype == torch.float32:
         return logits.logsumexp(-1)
-    return logits.amax(-1).float() - p.amax(-1).float().log()
+    mine = p.gather(1, own)[:, 0].float().clamp(min=1e-37)  # a loss ends at 85
+    return logits.gather(1, own)[:, 0].float() - mine.log()
 
 
 def slot_losses(

@@ -147,6 +147,12 @@ class ExtractConfig(Section):
     )
     shard_tokens: int = Field(65536, gt=0, description="Tokens of a shard, the unit of resume.")
     batch_tokens: int = Field(8192, gt=0, description="Padded tokens of one target forward.")
+    window_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Gigabytes (1e9 bytes) of training states on the disk at a time: extraction and training then "
+        "run together, and a shard is deleted when all epochs have read it. Unset: all are kept.",
+    )
     store_last_hidden: bool = Field(
         False, description="Also keep the final normed state; needed by train.distillation."
     )
@@ -308,6 +314,11 @@ class Config(Section):
             raise ValueError(
                 f"eval.keep_chain needs trees of at least drafter.block_size - 1 = {chain} nodes, but "
                 f"eval.budgets has {self.eval.budgets[0]}"
+            )
+        if self.extract.window_gb is not None and self.train.max_steps is not None:
+            raise ValueError(
+                f"extract.window_gb={self.extract.window_gb:g} deletes a shard when all epochs have read it, so "
+                f"train.max_steps={self.train.max_steps} cannot end them; remove it and set train.epochs"
             )
         if self.train.distillation > 0 and not self.extract.store_last_hidden:
             raise ValueError(

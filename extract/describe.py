@@ -33,6 +33,7 @@ from extract.prompts import (
 from extract.regenerate import answers_so_far
 from extract.shards import ShardReader
 from extract.target import Target, load_target, pick_device
+from extract.window import released_in
 
 LOW = 0.8  # share of greedy choices below which answers that should be greedy are somebody else's
 Ids = NDArray[np.int32]
@@ -200,12 +201,15 @@ def read_set(
         greedy = source != "given" and (not training or config.data.temperature == 0)
         dtype = config.target.dtype if training else config.eval.dtype
     samples: ShardReader | list[MaskedSample]
-    if manifest and manifest.complete:
+    gone = released_in(states)
+    if manifest and manifest.complete and not gone:
         samples = ShardReader(states)
         progress = f"complete: {len(manifest.shards)} shards, {amount(manifest.totals.bytes)}"
     else:
         samples, answered = _answers(renderer, stop_ids, chats, folder, source, merge=training)
         progress = f"unfinished: {answered}, {_states_so_far(states, manifest, samples)}"
+        if gone:
+            progress += f", {gone} of them read by training and deleted"
     return Stored(name, states, progress, manifest, samples, source, greedy, dtype)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from extract.head import load_head
+from extract.prompts import Ids
 from extract.shards import ShardReader
 from extract.target import Target
 
@@ -30,9 +31,9 @@ class Tokens(Protocol):
     """A sample's ids and mask, from a shard or from an answer's file."""
 
     @property
-    def input_ids(self) -> Tensor | list[int]: ...
+    def input_ids(self) -> Tensor | Ids: ...
     @property
-    def loss_mask(self) -> Tensor | list[int]: ...
+    def loss_mask(self) -> Tensor | Ids: ...
 
 
 class Samples(Protocol):

@@ -37,6 +37,7 @@ from extract.target import (
     locate,
     unpack_gguf,
 )
+from extract.window import released_in
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -198,7 +199,10 @@ def verify_run(run_dir: Path) -> int:
     folders = [run_dir / "states", *sorted(run_dir.glob("eval-sets/*/states"))]
     problems, missing = 0, []
     for folder in folders:
-        found = verify(folder)
+        try:
+            found = verify(folder, released=(gone := released_in(folder)))
+        except UserError as error:
+            found = [str(error)]
         for problem in found:
             print(f"error: {problem}", file=sys.stderr)
         if not found:
@@ -207,7 +211,12 @@ def verify_run(run_dir: Path) -> int:
             missing += [text] if (text := left_out(folder, manifest)) else []
             say(
                 "verified",
-                f"{folder}: {totals.samples} samples, {totals.tokens:,} tokens, {totals.bytes:,} bytes",
+                f"{folder}: {totals.samples} samples, {totals.tokens:,} tokens, {totals.bytes:,} bytes"
+                + (
+                    f"; {gone} of {len(manifest.shards)} shards were read and deleted"
+                    if gone
+                    else ""
+                ),
             )
         problems += len(found)
     for text in missing:

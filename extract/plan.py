@@ -25,7 +25,11 @@ class ShardPlan:
 
     @property
     def name(self) -> str:
-        return f"shard-{self.index:06d}.safetensors"
+        return shard_name(self.index)
+
+
+def shard_name(index: int) -> str:
+    return f"shard-{index:06d}.safetensors"
 
 
 def plan(lengths: Sequence[int], *, shard_tokens: int, batch_tokens: int) -> list[ShardPlan]:

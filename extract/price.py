@@ -102,7 +102,7 @@ class Demand:
                 continue
             answers += len(rows)
             samples += merge_turns(rows)
-            prompts.append(rows[0].prompt_ids)
+            prompts.append(rows[0].prompt_ids.tolist())
         tokens = sum(len(s.input_ids) for s in samples)
         supervised = sum(sum(s.loss_mask) for s in samples)
         dropped = len(chats) - len(prompts)
@@ -146,7 +146,7 @@ def measure(config: Config, target: Target, spec: TargetSpec, demand: Demand) ->
     length = max(2, min(demand.tokens // len(by_length), room))
     count = max(1, room // length)
     samples = [
-        MaskedSample(f"timed-{i}", (p * length)[:length], [0] * (length - 1) + [1])
+        MaskedSample.of(f"timed-{i}", (p * length)[:length], [0] * (length - 1) + [1])
         for i, p in enumerate((batch * count)[:count])
     ]
     shard = ShardPlan(0, tuple(range(count)), (tuple(range(count)),))
@@ -159,7 +159,7 @@ def measure(config: Config, target: Target, spec: TargetSpec, demand: Demand) ->
             shard,
             forward_shard(
                 target, shard, samples, spec.target_layer_ids, config.extract.store_last_hidden
-            ),
+            ).arrived(),
             num_taps=len(spec.target_layer_ids),
             storage_dtype=STORAGE_DTYPES[config.extract.storage_dtype],
             plan_fingerprint="",
@@ -205,9 +205,12 @@ def price_list(
     values = sum(t.numel() for t in head_of(target).tensors().values())
     width, eval_width = target.dtype.itemsize, STORAGE_DTYPES[config.eval.dtype].itemsize
     heads = values * (width + len(sets) * eval_width)
-    needed = states + held + heads
+    window = config.extract.window_gb
+    kept = states if window is None else min(states, round(window * 1e9))
+    needed = kept + held + heads
     free = shutil.disk_usage(existing_parent(Path(config.run_dir))).free
     fits = "fits" if needed <= free else f"DOES NOT FIT, {amount(needed - free)} are missing"
+    rolling = "" if window is None else f" at a time, {amount(states)} in all"
     most = "at most " if data.regenerate else ""
     hours = [seconds / 3600 / processes for seconds in (answering, extracting)]
     lines = [
@@ -218,8 +221,8 @@ def price_list(
         "each process",
         f"hours:    {most}{sum(hours):,.2f}: {hours[0]:,.2f} for answers, {hours[1]:,.2f} for states, "
         f"with {processes} {'process' if processes == 1 else 'processes'} on this machine",
-        f"disk:     {most}{amount(needed)}: {amount(states)} of states, {amount(held)} held out, {amount(heads)} of "
-        f"heads; {amount(free)} free: {fits}",
+        f"disk:     {most}{amount(needed)}: {amount(kept)} of states{rolling}, {amount(held)} held out, "
+        f"{amount(heads)} of heads; {amount(free)} free: {fits}",
     ]
     if training.apart != training.tokens:
         lines.insert(

@@ -16,11 +16,12 @@ import hashlib
 import json
 import re
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from jinja2 import TemplateError
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Ids: TypeAlias = "array[int]"  # four bytes a token; in a list one takes ten times that
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 SHAPES = ("messages", "conversations", "turns", "prompt", "question", "instruction")
@@ -318,17 +320,33 @@ class Row:
     id: str
     chat_id: str
     turn: int
-    prompt_ids: list[int]
-    answer_ids: list[int]
+    prompt_ids: Ids
+    answer_ids: Ids
     stop_reason: Literal["stop", "length"]
 
+    @classmethod
+    def of(
+        cls,
+        id: str,
+        chat_id: str,
+        turn: int,
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        stop_reason: Literal["stop", "length"],
+    ) -> Row:
+        return cls(id, chat_id, turn, array("i", prompt_ids), array("i", answer_ids), stop_reason)
+
     @property
-    def input_ids(self) -> list[int]:
+    def input_ids(self) -> Ids:
         return self.prompt_ids + self.answer_ids
 
     @property
-    def loss_mask(self) -> list[int]:
-        return [0] * len(self.prompt_ids) + [1] * len(self.answer_ids)
+    def loss_mask(self) -> Ids:
+        return array("b", bytes(len(self.prompt_ids)) + b"\1" * len(self.answer_ids))
+
+    def to_json(self) -> dict[str, object]:
+        fields = {**vars(self)}
+        return fields | {k: fields[k].tolist() for k in ("prompt_ids", "answer_ids")}
 
 
 def mask_answers(renderer: Renderer, chat: Chat, stop_ids: set[int]) -> list[Row]:
@@ -339,7 +357,7 @@ def mask_answers(renderer: Renderer, chat: Chat, stop_ids: set[int]) -> list[Row
         if turn.answer is not None:
             ids = _answer_ids(renderer, turn, turn.answer, stop_ids)
             name = f"{chat.id}#{turn.index}"
-            rows.append(Row(name, chat.id, turn.index, turn.prompt_ids, ids, "stop"))
+            rows.append(Row.of(name, chat.id, turn.index, turn.prompt_ids, ids, "stop"))
     if not rows:
         raise UnmaskableChat("no answer in the file")
     return rows
@@ -382,8 +400,12 @@ class MaskedSample:
     """Token ids, and 1 for each that is learned from, else 0."""
 
     id: str
-    input_ids: list[int]
-    loss_mask: list[int]
+    input_ids: Ids
+    loss_mask: Ids  # of bytes
+
+    @classmethod
+    def of(cls, id: str, input_ids: Sequence[int], loss_mask: Sequence[int]) -> MaskedSample:
+        return cls(id, array("i", input_ids), array("b", loss_mask))
 
 
 def merge_turns(rows: Sequence[Row]) -> list[MaskedSample]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +150,7 @@ def regenerate(
                     {
                         "role": "assistant",
                         "content": renderer.tokenizer.decode(
-                            row.answer_ids, skip_special_tokens=True
+                            row.answer_ids.tolist(), skip_special_tokens=True
                         ),
                     }
                 ]
@@ -190,8 +189,8 @@ def _write_batch(
 ) -> None:
     lines = [json.dumps({"stamp": stamp, "answers": len(batch)})]
     for (c, prompt), (ids, reason) in zip(batch, answers, strict=True):
-        row = Row(f"{chats[c].id}#{turn}", chats[c].id, turn, list(prompt), list(ids), reason)
-        lines.append(json.dumps(asdict(row)))
+        row = Row.of(f"{chats[c].id}#{turn}", chats[c].id, turn, prompt, ids, reason)
+        lines.append(json.dumps(row.to_json()))
     atomic_write_text(file, "\n".join(lines) + "\n")
 
 
@@ -202,8 +201,8 @@ def read_batch(file: Path, stamp: str | None) -> list[Row] | None:
         header = json.loads(head)
         if len(lines) != header["answers"] or (stamp is not None and header["stamp"] != stamp):
             return None
-        return [Row(**json.loads(line)) for line in lines]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return [Row.of(**json.loads(line)) for line in lines]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

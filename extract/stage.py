@@ -73,7 +73,7 @@ class Stage:
         for line in report.lines():
             self._say("", line)
 
-        data = fingerprint([[s.id, list(s.input_ids), list(s.loss_mask)] for s in samples])
+        data = data_fingerprint(samples)
         self._require_same(states, {"data_fingerprint": data})
         plans = plan(
             [len(s.input_ids) for s in samples],
@@ -102,6 +102,7 @@ class Stage:
             manifest,
             rank=self.rank,
             world=self.world,
+            window_gb=None if held_out else self.config.extract.window_gb,
             progress=self._bar(f"states {name}"),
         )
         if complete is None:
@@ -260,6 +261,15 @@ def left_out(folder: Path, manifest: Manifest) -> str | None:
     more = f" and {len(missing) - 3} more, see {MANIFEST}" if len(missing) > 3 else ""
     planned = manifest.totals.samples + len(missing)
     return f"{len(missing)} of {planned} samples are left out of {folder}: {named}{more}"
+
+
+def data_fingerprint(samples: Sequence[MaskedSample]) -> str:
+    """Of ids, tokens and masks. One sample at a time: as one text a large data set would fill the memory."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr((sample.id, len(sample.input_ids))).encode())
+        digest.update(sample.input_ids.tobytes() + sample.loss_mask.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

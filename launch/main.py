@@ -1,4 +1,4 @@
-"""Turn one YAML into a finished run: extract, train, evaluate, one after the other.
+"""Turn one YAML into a finished run: extract, train, evaluate, one after the other (with a window the first two at once).
 
     python launch/main.py run --config configs/smollm2-demo.yaml
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -78,19 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if STAGES.index(args.first) > STAGES.index(args.last):
         raise UserError(f"--from {args.first} comes after --until {args.last}")
     wanted = STAGES[STAGES.index(args.first) : STAGES.index(args.last) + 1]
+    groups = [[stage] for stage in stages(config, args) if stage.name in wanted]
+    if config.extract.window_gb is not None and wanted[:2] == STAGES[:2]:
+        groups[:2] = [groups[0] + groups[1]]  # each waits for the other
     seconds: dict[str, float] = {}
-    for stage in stages(config, args):
-        if stage.name not in wanted:
-            continue
-        print(f"\n=== {stage.name}: {' '.join(stage.command[1:])}", flush=True)
+    for group in groups:
+        for stage in group:
+            print(f"\n=== {stage.name}: {' '.join(stage.command[1:])}", flush=True)
         if args.dry_run:
             continue
         started = time.monotonic()
-        status = run(stage)
-        seconds[stage.name] = time.monotonic() - started
+        name, status = run(group)
+        seconds[" and ".join(stage.name for stage in group)] = time.monotonic() - started
         if status != 0:
             print(
-                f"\n{stage.name} ended with status {status}; the same command goes on from here",
+                f"\n{name} ended with status {status}; the same command goes on from here",
                 file=sys.stderr,
             )
             return status if status > 0 else 128 - status
@@ -101,14 +104,28 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return None
 
 
-def run(stage: Stage) -> int:
-    """Run one stage; Ctrl-C reaches it too (same process group), and this waits for it to save what it has."""
-    process = subprocess.Popen(stage.command)
-    while True:
+def run(group: Sequence[Stage]) -> tuple[str, int]:
+    """Run stages at the same time until all have ended; (name, status) of the first that failed, or status 0.
+
+    When one fails the others are asked to save what they have and stop. Ctrl-C reaches all of them (same process group).
+    """
+    running = {stage.name: subprocess.Popen(stage.command) for stage in group}
+    failed = ("", 0)
+    while running:
         try:
-            return process.wait()
+            time.sleep(0.1)
         except KeyboardInterrupt:
-            print(f"\nstopping {stage.name}; it saves what it has", file=sys.stderr)
+            print(f"\nstopping {' and '.join(running)}; what is there is saved", file=sys.stderr)
+        for name, process in list(running.items()):
+            if (status := process.poll()) is None:
+                continue
+            del running[name]
+            if status != 0 and failed[1] == 0:
+                failed = name, status
+                # Status 1 of extract: all is written but what it names. Training can finish with the rest.
+                for other in running.values() if (name, status) != ("extract", 1) else ():
+                    other.send_signal(signal.SIGTERM)
+    return failed
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
 def make_samples(lengths: Sequence[int], seed: int = 0) -> list[MaskedSample]:
     g = torch.Generator().manual_seed(seed)
     return [
-        MaskedSample(
+        MaskedSample.of(
             f"s{i}", torch.randint(4, 290, (n,), generator=g).tolist(), [0] + [1] * (n - 1)
         )
         for i, n in enumerate(lengths)

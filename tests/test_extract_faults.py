@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from extract.manifest import read_manifest
 from extract.plan import plan
 from extract.prompts import MaskedSample
 from extract.shards import ShardReader, verify
-from extract.states import write_states
+from extract.states import Computed, overlapped, write_states
 from extract.target import Target, load_target
 from tests.conftest import write_config
 from tests.test_extract_shards import flip, manifest_of, run_in_fork
@@ -39,7 +40,7 @@ from tests.test_pipeline import ROOT, run
 G = torch.Generator().manual_seed(0)
 LENGTHS = [int(n) for n in torch.randint(2, 40, (24,), generator=G)]
 SAMPLES = [
-    MaskedSample(f"s{i}", torch.randint(4, 290, (n,), generator=G).tolist(), [0] + [1] * (n - 1))
+    MaskedSample.of(f"s{i}", torch.randint(4, 290, (n,), generator=G).tolist(), [0] + [1] * (n - 1))
     for i, n in enumerate(LENGTHS)
 ]
 PLANS = plan(LENGTHS, shard_tokens=80, batch_tokens=100)
@@ -302,9 +303,10 @@ def test_a_disk_that_fills_up_on_the_way(target, whole, small_disk, monkeypatch)
 
 
 def test_a_file_size_limit_stops_with_the_name_of_the_file(target, whole, tmp_path):
-    """RLIMIT_FSIZE makes writes fail for whoever runs this, at shards and, a little higher, at the head."""
+    """RLIMIT_FSIZE makes writes fail for whoever runs this: at the head, which is larger, then at the shards."""
     largest = max(len(data) for name, data in whole.items() if name.startswith("shard-"))
-    for limit, name in ((largest - 1000, "shard-"), (largest + 100, "target_head.")):
+    assert largest < len(whole["target_head.safetensors"])
+    for limit, name in ((largest + 100, "target_head."), (largest - 1000, "shard-")):
 
         def limited(limit: int = limit, name: str = name) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -313,9 +315,37 @@ def test_a_file_size_limit_stops_with_the_name_of_the_file(target, whole, tmp_pa
             assert Path(caught.value.filename).name.startswith(name), caught.value.filename
 
         assert run_in_fork(limited) == 0
-        assert not read_manifest(tmp_path, incomplete_ok=True).complete
-    extract_as(tmp_path, target)
-    assert contents(tmp_path) == whole
+        manifest = tmp_path / "manifest.json"
+        assert not manifest.exists() or not read_manifest(tmp_path, incomplete_ok=True).complete
+        extract_as(tmp_path, target)
+        assert contents(tmp_path) == whole
+        for shard in tmp_path.glob("shard-*.safetensors"):
+            shard.unlink()
+
+
+def test_the_next_shard_is_computed_while_one_is_written_and_at_most_two_are_in_memory():
+    plans, events, gate = plan([4] * 6, shard_tokens=4, batch_tokens=4), [], threading.Event()
+
+    def compute(shard):
+        events.append(f"compute {shard.index}")
+        if shard.index == 1:
+            gate.set()  # shard 0 is being written until now
+        return Computed([])
+
+    def write(shard, computed):
+        assert gate.wait(20), "shard 1 was not computed while 0 was being written"
+        events.append(f"write {shard.index}")
+        if shard.index == 4:
+            raise OSError(28, "No space left on device")
+        return shard.index
+
+    seen: list[Any] = []
+    with pytest.raises(OSError, match="No space left"):
+        seen.extend(overlapped(plans, compute, write))
+    assert [entry for _, entry in seen] == [p.index for p, _ in seen] == [0, 1, 2, 3]
+    for k in range(2, 6):  # a shard is computed only when the last but one is on the disk
+        assert events.index(f"write {k - 2}") < events.index(f"compute {k}")
+    assert "write 5" not in events
 
 
 # ---- two runs, one folder
@@ -381,11 +411,11 @@ import torch
 import extract.states
 forward = extract.states.forward_shard
 def poisoned(*args):
-    samples = forward(*args)
-    for sample in samples:
+    computed = forward(*args)
+    for sample in computed.samples:
         if sample.id.startswith("q3"):
             sample.hidden_states[2, 70] = float("nan")
-    return samples
+    return computed
 extract.states.forward_shard = poisoned
 sys.argv = sys.argv[1:]
 sys.path.insert(0, ".")

@@ -245,7 +245,7 @@ def test_a_training_step_sees_plain_bfloat16(states: Path) -> None:
     reader = ShardReader(states)
     rows = [[4, 1], [0, 2, 3, 5, 6]]
     dataset = StepDataset(
-        reader, Schedule(rows, 3, 1, 1, 0), rank=0, max_length=40, last_hidden=True
+        reader, Schedule(rows, 1, 3, 1, 1, 0), rank=0, max_length=40, last_hidden=True
     )
     (batch,) = dataset[0]
     assert batch.last_hidden is not None

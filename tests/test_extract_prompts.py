@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,8 @@ def stops(renderer: Renderer) -> set[int]:
     return {id_of(renderer, "<|im_end|>"), id_of(renderer, "<|eot_id|>")}
 
 
-def decode(renderer: Renderer, ids: list[int]) -> str:
-    return str(renderer.tokenizer.decode(ids))
+def decode(renderer: Renderer, ids: Sequence[int]) -> str:
+    return str(renderer.tokenizer.decode(list(ids)))
 
 
 def user(text: str) -> dict[str, Any]:
@@ -481,7 +481,7 @@ def test_b8_bos_is_where_the_template_writes_it_and_nowhere_else(name: str, coun
     bos = renderer.tokenizer.bos_token_id
     assert bos in renderer.tokenizer.encode("x")  # the trap is set
     (row,) = masked(renderer, *QUESTION[:2])
-    assert row.prompt_ids == renderer.prompt_ids(QUESTION[:1])
+    assert list(row.prompt_ids) == renderer.prompt_ids(QUESTION[:1])
     for ids in (row.input_ids, row.prompt_ids):
         assert ids.count(bos) == count == ids[:1].count(bos)
 
@@ -602,7 +602,7 @@ def test_b2_b3_reasoning_is_supervised(thought: str, in_field: bool) -> None:
     assert supervised(renderer, row) == wanted
     # B3: one render of the whole, tokenised once, up to the stop token.
     whole = renderer.encode(renderer.render([user("q"), answer], generation_prompt=False))
-    assert whole[: len(row.input_ids)] == row.input_ids
+    assert whole[: len(row.input_ids)] == list(row.input_ids)
     assert decode(renderer, whole[len(row.input_ids) :]) == "\n"
 
 
@@ -638,7 +638,7 @@ def test_b5_every_turn_has_the_prefix_it_was_generated_from() -> None:
     rows = masked(renderer, *messages)
     assert [row.turn for row in rows] == [0, 1, 2]
     for k, row in enumerate(rows):
-        assert row.prompt_ids == renderer.prompt_ids(messages[: 2 * k + 1])
+        assert list(row.prompt_ids) == renderer.prompt_ids(messages[: 2 * k + 1])
         assert "hm" not in decode(renderer, row.prompt_ids)
         assert supervised(renderer, row) == f"<think>\nhm {k}\n</think>\n\nsaid {k}<|im_end|>"
     samples = merge_turns(rows)  # each turn rewrites the one before it
@@ -649,7 +649,7 @@ def test_b6_an_inserted_think_block_is_context() -> None:
     renderer = make_renderer("qwen3", enable_thinking=False)
     for answer in (assistant("said"), assistant("said", reasoning_content="")):
         (row,) = masked(renderer, user("q"), answer)
-        assert row.prompt_ids == renderer.prompt_ids([user("q")])
+        assert list(row.prompt_ids) == renderer.prompt_ids([user("q")])
         assert decode(renderer, row.prompt_ids).endswith("<think>\n\n</think>\n\n")
         assert supervised(renderer, row) == "said<|im_end|>"
 
@@ -824,9 +824,9 @@ def test_random_chats_round_trip(name: str, turns: list[tuple[str, str]]) -> Non
     rows = masked(renderer, *messages)
     assert len(rows) == len(turns)
     for k, row in enumerate(rows):
-        assert row.prompt_ids == renderer.prompt_ids(messages[: 2 * k + 1])
+        assert list(row.prompt_ids) == renderer.prompt_ids(messages[: 2 * k + 1])
         whole = renderer.render(messages[: 2 * k + 2], generation_prompt=False)
-        assert renderer.encode(whole)[: len(row.input_ids)] == row.input_ids
+        assert renderer.encode(whole)[: len(row.input_ids)] == list(row.input_ids)
         assert decode(renderer, row.answer_ids[:-1]).strip() == turns[k][1].strip()
         assert [i in stops(renderer) for i in row.answer_ids[-2:]] == [False, True]
     # These templates only ever append, so a chat is one sample whatever its length.
@@ -858,11 +858,11 @@ def any_rows(draw: Callable[[st.SearchStrategy[Any]], Any]) -> list[Row]:
     for _ in range(draw(st.integers(1, 6))):
         prompt = draw(IDS)
         if rows and draw(st.booleans()):
-            prompt = rows[-1].input_ids + prompt
+            prompt = list(rows[-1].input_ids) + prompt
         if rows and draw(st.integers(0, 3)) == 0:
-            prompt = rows[-1].input_ids[:-1] or prompt
+            prompt = list(rows[-1].input_ids[:-1]) or prompt
         chat_id, turn = draw(st.sampled_from("ab")), len(rows)
-        rows.append(Row(f"{chat_id}#{turn}", chat_id, turn, prompt, draw(IDS), "stop"))
+        rows.append(Row.of(f"{chat_id}#{turn}", chat_id, turn, prompt, draw(IDS), "stop"))
     return rows
 
 
@@ -892,7 +892,7 @@ def test_merged_samples_hold_every_row_with_its_own_prefix(rows: list[Row]) -> N
             start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.answer_ids)
             assert sample.input_ids[:end] == row.prompt_ids + row.answer_ids
             wanted[start:end] = [1] * (end - start)
-        assert sample.loss_mask == wanted
+        assert list(sample.loss_mask) == wanted
         assert sample.input_ids == group[-1].input_ids
 
 
@@ -902,8 +902,8 @@ def test_nothing_to_merge() -> None:
 
 def test_merging_needs_the_same_chat() -> None:
     def second(chat: str) -> Row:
-        return Row(f"{chat}#1", chat, 1, [1, 2, 3], [4], "stop")
+        return Row.of(f"{chat}#1", chat, 1, [1, 2, 3], [4], "stop")
 
-    first = Row("a#0", "a", 0, [1], [2], "stop")
-    assert merge_turns([first, second("a")]) == [MaskedSample("a#1", [1, 2, 3, 4], [0, 1, 0, 1])]
+    first = Row.of("a#0", "a", 0, [1], [2], "stop")
+    assert merge_turns([first, second("a")]) == [MaskedSample.of("a#1", [1, 2, 3, 4], [0, 1, 0, 1])]
     assert len(merge_turns([first, second("b")])) == 2

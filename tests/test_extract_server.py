@@ -155,5 +155,5 @@ def test_nothing_is_lost_or_asked_twice_when_the_server_goes_away(engine, tmp_pa
     rows = go(served.answer)
     assert engine.asked == 2  # the last batch; the others were kept
     assert [row.id for row in rows] == [f"c{i}#0" for i in range(6)]
-    expected = decode_batch(engine.target, [r.prompt_ids for r in rows], 12)
-    assert [(r.answer_ids, r.stop_reason) for r in rows] == expected
+    expected = decode_batch(engine.target, [list(r.prompt_ids) for r in rows], 12)
+    assert [(list(r.answer_ids), r.stop_reason) for r in rows] == expected

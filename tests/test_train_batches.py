@@ -29,8 +29,8 @@ def test_packing_loses_nothing_and_fits(lengths, room):
 def test_an_epoch_is_a_partition_and_the_split_does_not_matter(
     rows, batch, accumulation, world, seed
 ):
-    schedule = Schedule([[i] for i in range(rows)], batch, accumulation, world, seed)
-    single = Schedule([[i] for i in range(rows)], batch * accumulation * world, 1, 1, seed)
+    schedule = Schedule([[i] for i in range(rows)], 2, batch, accumulation, world, seed)
+    single = Schedule([[i] for i in range(rows)], 2, batch * accumulation * world, 1, 1, seed)
     for epoch in (0, 1):
         seen = []
         for within in range(schedule.steps_per_epoch):
@@ -39,17 +39,17 @@ def test_an_epoch_is_a_partition_and_the_split_does_not_matter(
                 row
                 for micro in range(accumulation)
                 for rank in range(world)
-                for row in schedule.micro_batch(step, micro, rank)[1]
+                for row in schedule.micro_batch(step, micro, rank)
             ]
             assert len(parts) == schedule.rows_per_step
-            assert schedule.micro_batch(step, 0, 0)[0] == epoch
-            assert sorted(parts) == sorted(single.micro_batch(step, 0, 0)[1])
-            seen += [i for row in parts for i in row]
+            assert {row.epoch for row in parts} == {epoch}
+            assert sorted(parts) == sorted(single.micro_batch(step, 0, 0))
+            seen += [i for row in parts for i in row.samples]
         assert sorted(seen) == list(range(rows))
 
 
 def test_epochs_have_orders_of_their_own():
-    schedule = Schedule([[i] for i in range(50)], 1, 1, 1, 0)
+    schedule = Schedule([[i] for i in range(50)], 2, 1, 1, 1, 0)
     assert schedule.order(0).tolist() != schedule.order(1).tolist()
 
 
@@ -68,12 +68,12 @@ def test_collated_rows_hold_each_sample_whole_and_an_empty_row_weighs_nothing():
     rows = [[(3, sample(3, 4)), (1, sample(1, 5))], [], [(2, sample(2, 20))]]
     batch = collate(
         rows,
+        [0, 0, 0],
         max_length=12,
         feature_size=6,
         feature_dtype=torch.float32,
         hidden_size=3,
         seed=0,
-        epoch=0,
     )
     assert batch.document[0].tolist() == [0] * 4 + [1] * 5 + [-1] * 3
     assert batch.position[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 0, 0]

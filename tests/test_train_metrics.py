@@ -20,7 +20,6 @@ def prepared(supervised: list[list[bool]]) -> Prepared:
         features=torch.zeros(1, 8, 2),
         last_hidden=None,
         sample_ids=["a"],
-        epoch=0,
     )
     good = torch.tensor([supervised])
     anchors = torch.tensor([[0 if any(block) else -1 for block in supervised]])

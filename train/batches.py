@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from extract.shards import Sample, ShardReader
+from extract.window import WindowReader
 from train.blocks import anchor_priority
 
 
@@ -40,11 +42,19 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return rows
 
 
+class Visit(NamedTuple):
+    """A row in one of its passes, which says what anchors it gets."""
+
+    epoch: int
+    samples: list[int]
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Which rows a micro-step of a rank works on."""
+    """Which rows a micro-step of a rank works on, when all states are on the disk (else train/rolling.py)."""
 
     rows: list[list[int]]
+    epochs: int
     batch_size: int
     accumulation: int
     world: int
@@ -58,6 +68,10 @@ class Schedule:
     def steps_per_epoch(self) -> int:
         return -(-len(self.rows) // self.rows_per_step)
 
+    @property
+    def total_steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
     def order(self, epoch: int) -> np.ndarray:
         """The rows in this epoch's order; the same on every rank."""
         generator = np.random.Generator(
@@ -65,13 +79,22 @@ class Schedule:
         )
         return generator.permutation(len(self.rows))
 
-    def micro_batch(self, step: int, micro: int, rank: int) -> tuple[int, list[list[int]]]:
-        """(epoch, rows as sample numbers) of an optimizer step counted from 0; missing rows are empty."""
+    def micro_batch(self, step: int, micro: int, rank: int) -> list[Visit]:
+        """The rows of an optimizer step counted from 0; missing ones are empty."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.rows_per_step + (micro * self.world + rank) * self.batch_size
-        order = self.order(epoch)[first : first + self.batch_size]
-        picked = [self.rows[r] for r in order]
-        return epoch, picked + [[] for _ in range(self.batch_size - len(picked))]
+        picked = [
+            Visit(epoch, self.rows[r]) for r in self.order(epoch)[first : first + self.batch_size]
+        ]
+        return picked + [Visit(epoch, [])] * (self.batch_size - len(picked))
+
+    def identity(self) -> list[object]:
+        """What a resumed run must have in common with the interrupted one."""
+        return [self.rows_per_step, len(self.rows)]
+
+    def reads(self, step: int) -> list[int]:
+        """The shards that a step has to wait for: none, all of them are there."""
+        return []
 
 
 @dataclass
@@ -86,7 +109,6 @@ class Batch:
     features: Tensor  # [R, L, F] reader's dtype
     last_hidden: Tensor | None  # [R, L, H]
     sample_ids: list[str]
-    epoch: int
 
     def to(self, device: torch.device) -> Batch:
         moved = {
@@ -99,15 +121,18 @@ class Batch:
 
 def collate(
     rows: Sequence[Sequence[tuple[int, Sample]]],
+    epochs: Sequence[int],
     *,
     max_length: int,
     feature_size: int,
     feature_dtype: torch.dtype,
     hidden_size: int | None,
     seed: int,
-    epoch: int,
 ) -> Batch:
-    """Lay samples (with their numbers) into rows of max_length tokens; a sample that does not fit is cut."""
+    """Lay samples (with their numbers) into rows of max_length tokens; a sample that does not fit is cut.
+
+    `epochs` has the pass of each row, which chooses its anchors.
+    """
     shape = (len(rows), max_length)
     batch = Batch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
@@ -115,12 +140,11 @@ def collate(
         document=torch.full(shape, -1),
         position=torch.zeros(shape, dtype=torch.int64),
         priority=torch.zeros(shape, dtype=torch.float64),
-        features=torch.zeros(*shape, feature_size, dtype=feature_dtype),
+        features=torch.empty(*shape, feature_size, dtype=feature_dtype),
         last_hidden=None
         if hidden_size is None
-        else torch.zeros(*shape, hidden_size, dtype=feature_dtype),
+        else torch.empty(*shape, hidden_size, dtype=feature_dtype),
         sample_ids=[sample.id for row in rows for _, sample in row],
-        epoch=epoch,
     )
     for r, row in enumerate(rows):
         start = 0
@@ -131,13 +155,16 @@ def collate(
             batch.loss_mask[place] = sample.loss_mask[:size]
             batch.document[place] = document
             batch.position[place] = torch.arange(size)
-            priority = anchor_priority(seed, epoch, number, len(sample.input_ids))
+            priority = anchor_priority(seed, epochs[r], number, len(sample.input_ids))
             batch.priority[place] = torch.from_numpy(priority)[:size]
             batch.features[place] = sample.hidden_states[:size]
             if batch.last_hidden is not None:
                 assert sample.last_hidden is not None
                 batch.last_hidden[place] = sample.last_hidden[:size]
             start += size
+        batch.features[r, start:] = 0
+        if batch.last_hidden is not None:
+            batch.last_hidden[r, start:] = 0
     return batch
 
 
@@ -146,7 +173,7 @@ class StepDataset(Dataset[list[Batch]]):
 
     def __init__(
         self,
-        reader: ShardReader,
+        reader: ShardReader | WindowReader,
         schedule: Schedule,
         *,
         rank: int,
@@ -157,19 +184,24 @@ class StepDataset(Dataset[list[Batch]]):
         self.max_length, self.last_hidden = max_length, last_hidden
 
     def __getitem__(self, step: int) -> list[Batch]:
+        if isinstance(self.reader, WindowReader):
+            self.reader.wait_for(self.schedule.reads(step))
         return [self._micro(step, micro) for micro in range(self.schedule.accumulation)]
 
     def _micro(self, step: int, micro: int) -> Batch:
-        epoch, rows = self.schedule.micro_batch(step, micro, self.rank)
-        manifest = self.reader.manifest
+        visits = self.schedule.micro_batch(step, micro, self.rank)
+        manifest, reader = self.reader.manifest, self.reader
         return collate(
-            [[(i, self.reader[i]) for i in row] for row in rows],
+            [
+                [(i, s) for i in visit.samples if (s := reader.borrow(i)) is not None]
+                for visit in visits
+            ],
+            [visit.epoch for visit in visits],
             max_length=self.max_length,
             feature_size=len(manifest.target_layer_ids) * manifest.hidden_size,
             feature_dtype=self.reader.dtype,
             hidden_size=manifest.hidden_size if self.last_hidden else None,
             seed=self.schedule.seed,
-            epoch=epoch,
         )
 
 

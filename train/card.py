@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from configs.schema import Config
-from extract.manifest import Manifest
+from extract.manifest import Manifest, Totals
 
 
-def model_card(config: Config, manifest: Manifest, step: int) -> str:
+def model_card(config: Config, manifest: Manifest, data: Totals, step: int) -> str:
     """README.md: what it drafts for, every convention, how it was made and how it is served."""
     drafter, taps = config.drafter, list(manifest.target_layer_ids)
-    data = manifest.totals
     return f"""---
 library_name: transformers
 tags: [dflash, speculative-decoding, paceline]

@@ -11,6 +11,7 @@ Everything is written to `.step-000200.tmp` by all ranks, then renamed by one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -26,6 +27,11 @@ from train.drafter import DFlashDrafter
 from train.layout import save_drafter
 
 DONE = "DONE"
+
+
+def checkpoint_interval(wanted: int | None, total_steps: int) -> int:
+    """Optimizer steps between checkpoints: train.checkpoint_every, or four times a run."""
+    return wanted or max(1, math.ceil(total_steps / 4))
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:

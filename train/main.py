@@ -10,7 +10,6 @@ and s alone, so a resumed run continues the interrupted one exactly.
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 import time
@@ -27,16 +26,26 @@ from configs.provenance import FolderLock, open_run_dir
 from configs.schema import Config
 from extract.head import load_head
 from extract.shards import ShardReader
-from train.batches import Schedule, StepDataset, pack, step_batches
+from extract.window import WindowReader
+from train.batches import StepDataset, step_batches
 from train.build import build_drafter
 from train.card import model_card
-from train.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint, trainer_state
+from train.checkpoint import (
+    checkpoint_interval,
+    complete_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    trainer_state,
+)
 from train.log import Window, terminal_line
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
+from train.rolling import Arrivals
+from train.signals import StopSignal
 from train.startup import (
-    StopSignal,
     check_states,
     make_accelerator,
+    make_schedule,
+    open_states,
     require_same_run,
     run_identity,
     sampled_head,
@@ -65,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             f"{run_dir} has {len(checkpoints)} checkpoints; add --resume or choose another run_dir"
         )
     latest = checkpoints[-1] if checkpoints else None
-    reader = ShardReader(run_dir / "states")
+    reader = open_states(config, run_dir / "states")
     check_states(config, reader, run_dir / "states")
 
     accelerator = make_accelerator(config)
@@ -80,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 def train(
     config: Config,
     run_dir: Path,
-    reader: ShardReader,
+    reader: ShardReader | WindowReader,
     accelerator: Accelerator,
     latest: Path | None,
     config_file: str,
@@ -89,15 +98,9 @@ def train(
     manifest, main_process = reader.manifest, accelerator.is_main_process
 
     # What every step works on, for the whole run.
-    schedule = Schedule(
-        rows=pack(reader.lengths, options.max_length),
-        batch_size=options.batch_size,
-        accumulation=options.gradient_accumulation_steps,
-        world=accelerator.num_processes,
-        seed=config.seed,
-    )
-    total_steps = options.max_steps or options.epochs * schedule.steps_per_epoch
-    every = options.checkpoint_every or max(1, math.ceil(total_steps / 4))
+    schedule = make_schedule(config, reader, accelerator.num_processes)
+    total_steps = options.max_steps or schedule.total_steps
+    every = checkpoint_interval(options.checkpoint_every, total_steps)
 
     # The drafter alone goes into the engine; the target's embedding and head stay outside, frozen.
     model: Any = build_drafter(config, manifest)
@@ -122,15 +125,39 @@ def train(
         summary(config, schedule, parameters, accelerator, reader, total_steps, start)
     )
 
-    tracker = Tracker(run_dir, config, stage="train", resume_step=start) if main_process else None
     stop = StopSignal()
+    arrivals = Arrivals(reader, schedule, accelerator, stop, start)
+    tracker = Tracker(run_dir, config, stage="train", resume_step=start) if main_process else None
     dataset = StepDataset(
         reader, schedule, rank=accelerator.process_index, max_length=options.max_length,
         last_hidden=options.distillation > 0,
     )  # fmt: skip
     batches = step_batches(dataset, start, total_steps, workers=2 if device.type == "cuda" else 0)
     window = Window()
+    done = start
+
+    def save() -> None:
+        if done == start:
+            return  # stopped before the first step
+        folder = save_checkpoint(
+            run_dir,
+            accelerator,
+            model,
+            optimizer,
+            step=done,
+            card=model_card(config, manifest, reader.totals, done),
+            trainer={"identity": run_identity(config, schedule)},
+            keep=options.keep_checkpoints,
+        )
+        accelerator.print(f"checkpoint: {folder}")
+        arrivals.release(done)
+
     for step in range(start, total_steps):
+        # 0. With a rolling window, extraction may still be at work on this step's states.
+        if not arrivals.wait(step):
+            save()
+            break
+
         # 1. This step's micro-batches, their anchors, and the global divisor of their summed losses.
         data_started = time.perf_counter()
         micro = [prepare(b.to(device), config) for b in next(batches)]
@@ -178,26 +205,17 @@ def train(
         # 4. The checkpoint.
         stopping = bool(sums[-1] > 0)
         if done % every == 0 or done == total_steps or stopping:
-            folder = save_checkpoint(
-                run_dir,
-                accelerator,
-                model,
-                optimizer,
-                step=done,
-                card=model_card(config, manifest, done),
-                trainer={"identity": run_identity(config, schedule)},
-                keep=options.keep_checkpoints,
-            )
-            accelerator.print(f"checkpoint: {folder}")
+            save()
         if stopping:
-            accelerator.print(
-                f"stopped by {stop.name} at step {done}; add --resume to the same command to go on"
-            )
             break
     if tracker:
         tracker.close()
     finished = done == total_steps
-    if finished:
+    if not finished:
+        accelerator.print(
+            f"stopped by {stop.name} at step {done}; add --resume to the same command to go on"
+        )
+    else:
         accelerator.print(
             f"next: python eval/main.py --config {config_file} --checkpoint all --mode replay"
         )

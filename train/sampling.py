@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from extract.head import TargetHead
-from extract.shards import ShardReader
 
 
 class SampledHead:
@@ -93,11 +92,3 @@ class JoinedHead:
         """A gradient with respect to logits [n, C + 1] -> with respect to hidden [n, H]."""
         others = gradient[:, :-1] @ self.step.weight
         return others.float() + gradient[:, -1:].float() * self.own.float()
-
-
-def token_frequency(reader: ShardReader, vocabulary: int) -> Tensor:
-    """How often each token is supervised in these states, [V]. Reads ids and masks only."""
-    counts = torch.zeros(vocabulary, dtype=torch.int64)
-    for ids, mask in reader.iter_tokens():
-        counts += torch.bincount(ids[mask > 0].long(), minlength=vocabulary)
-    return counts

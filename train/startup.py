@@ -1,9 +1,9 @@
-"""What a training run settles before its first step, and the signals that end it."""
+"""What a training run settles before its first step."""
 
 from __future__ import annotations
 
 import os
-import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,15 @@ from configs.schema import Config
 from extract.head import TargetHead
 from extract.manifest import require
 from extract.shards import ShardReader
-from train.batches import Schedule
-from train.sampling import SampledHead, token_frequency
+from extract.window import (
+    NOTICE_SECONDS,
+    POLL_SECONDS,
+    WindowReader,
+    extraction_has_begun,
+)
+from train.batches import Schedule, pack
+from train.rolling import RollingSchedule, rolling_schedule
+from train.sampling import SampledHead
 
 
 def make_accelerator(config: Config) -> Accelerator:
@@ -66,7 +73,42 @@ def make_accelerator(config: Config) -> Accelerator:
     return accelerator
 
 
-def check_states(config: Config, reader: ShardReader, folder: Path) -> None:
+def open_states(config: Config, folder: Path) -> ShardReader | WindowReader:
+    """The training states. With a rolling window this waits until extraction has begun."""
+    if config.extract.window_gb is None:
+        return ShardReader(folder)
+    told = -NOTICE_SECONDS
+    while not extraction_has_begun(folder):
+        if time.monotonic() - told > NOTICE_SECONDS:
+            told = time.monotonic()
+            print(f"waiting for extract/main.py to begin in {folder}", flush=True)
+        time.sleep(POLL_SECONDS)
+    return WindowReader(folder)
+
+
+def make_schedule(config: Config, reader: ShardReader | WindowReader, world: int) -> Schedule:
+    """What every step works on, for the whole run. UserError when a rolling window is too small for it."""
+    options = config.train
+    shared = (
+        options.epochs,
+        options.batch_size,
+        options.gradient_accumulation_steps,
+        world,
+        config.seed,
+    )
+    if isinstance(reader, WindowReader):
+        assert config.extract.window_gb is not None
+        return rolling_schedule(
+            reader.plan,
+            *shared,
+            max_length=options.max_length,
+            gigabytes=config.extract.window_gb,
+            checkpoint_every=options.checkpoint_every,
+        )
+    return Schedule(pack(reader.lengths, options.max_length), *shared)
+
+
+def check_states(config: Config, reader: ShardReader | WindowReader, folder: Path) -> None:
     """The states must be what the config says; both values are named."""
     expected: dict[str, object] = {"storage_dtype": config.extract.storage_dtype}
     if config.drafter.target_layer_ids is not None:
@@ -83,13 +125,15 @@ def check_states(config: Config, reader: ShardReader, folder: Path) -> None:
     require(reader.manifest, folder, **expected)
 
 
-def sampled_head(config: Config, reader: ShardReader, head: TargetHead) -> SampledHead | None:
+def sampled_head(
+    config: Config, reader: ShardReader | WindowReader, head: TargetHead
+) -> SampledHead | None:
     """The head of train.head_tokens, or None when the loss uses all of the vocabulary."""
     count = config.train.head_tokens
     if count is None:
         return None
     try:
-        return SampledHead(head, token_frequency(reader, len(head.weight)), count, config.seed)
+        return SampledHead(head, reader.token_frequency(len(head.weight)), count, config.seed)
     except ValueError as error:
         raise UserError(f"train.head_tokens={count}: {error}; unset it") from None
 
@@ -104,8 +148,7 @@ def run_identity(config: Config, schedule: Schedule) -> str:
             config.seed,
             config.drafter.model_dump(),
             options,
-            schedule.rows_per_step,
-            len(schedule.rows),
+            *schedule.identity(),
         ]
     )
 
@@ -127,11 +170,11 @@ def summary(
     schedule: Schedule,
     parameters: int,
     accelerator: Accelerator,
-    reader: ShardReader,
+    reader: ShardReader | WindowReader,
     total_steps: int,
     start: int,
 ) -> str:
-    options, totals = config.train, reader.manifest.totals
+    options, totals = config.train, reader.totals
     cut = sum(n > options.max_length for n in reader.lengths)
     fill = sum(min(n, options.max_length) for n in reader.lengths) / (
         len(schedule.rows) * options.max_length
@@ -147,6 +190,13 @@ def summary(
         f"{options.learning_rate:g}, {options.precision} arithmetic, {backend(accelerator)}",
         f"folder:   {config.run_dir}",
     ]
+    if isinstance(schedule, RollingSchedule):
+        shards = max(schedule.shards) + 1
+        lines.insert(
+            1,
+            f"window:   {config.extract.window_gb:g} of {totals.bytes / 1e9:.3g} GB at a time; a step's rows come from "
+            f"{min(shards, schedule.spread * schedule.epochs)} neighbouring shards of {shards}",
+        )
     return "\n".join(lines)
 
 
@@ -155,25 +205,3 @@ def backend(accelerator: Accelerator) -> str:
         stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         return f"DeepSpeed ZeRO-{stage}"
     return str(accelerator.distributed_type.value).lower()
-
-
-class StopSignal:
-    """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint. A second Ctrl-C ends it at once."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        signal.signal(signal.SIGTERM, self._set)
-        signal.signal(signal.SIGINT, self._set)
-
-    def _set(self, number: int, _frame: Any) -> None:
-        if self.number and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-
-    @property
-    def requested(self) -> float:
-        return float(self.number > 0)
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name if self.number else "another process's signal"

@@ -179,10 +179,15 @@ class TrainConfig(Section):
     )
     warmup_ratio: float = Field(0.04, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, gt=0)
+    weighting: Literal["decay", "uniform", "dpace"] = Field(
+        "decay",
+        description="How much a block's slots count: less with their position, all the same, or by D-PACE, which "
+        "follows the drafter's own confidence (arXiv:2605.18810).",
+    )
     decay_gamma: float | None = Field(
         None,
         gt=0,
-        description="Position decay of the loss; unset: 7/5/4 for B = 16/10/8, B/2 below.",
+        description="Of weighting=decay: slot k counts exp(-(k-1)/gamma); unset: 7/5/4 for B = 16/10/8, B/2 for others.",
     )
     distillation: float = Field(
         0.0, ge=0, le=1, description="Share of the KL to the target's own distribution in the loss."
@@ -193,7 +198,8 @@ class TrainConfig(Section):
     head_tokens: int | None = Field(
         None,
         ge=2,
-        description="Softmax of the loss over this many tokens (sampled softmax); unset: all of the vocabulary.",
+        description="Softmax of the loss, the target's in distillation too, over this many tokens (sampled softmax); "
+        "unset: all of the vocabulary.",
     )
     loss_chunk: int = Field(1024, gt=0, description="Slots whose logits exist at the same time.")
     log_every: int = Field(10, gt=0)
@@ -208,10 +214,10 @@ class TrainConfig(Section):
             for name in ("muon_momentum", "muon_adamw_learning_rate"):
                 if name in self.model_fields_set:
                     raise ValueError(f"train.{name} has no effect with train.optimizer=adamw")
-        if self.head_tokens is not None and self.distillation > 0:
+        if self.decay_gamma is not None and self.weighting != "decay":
             raise ValueError(
-                f"train.head_tokens={self.head_tokens} samples the softmax and train.distillation="
-                f"{self.distillation} needs all of it; unset one"
+                f"train.decay_gamma={self.decay_gamma} has no effect with train.weighting={self.weighting}; "
+                "remove it or set weighting to decay"
             )
         return self
 

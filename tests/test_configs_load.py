@@ -177,6 +177,10 @@ def test_an_unknown_key_is_told_where_it_belongs(file: Path, text: str, line: st
         ("seed: 010", 'seed: must be a whole number, was given the text "010"'),
         (f"seed: {'9' * 5000}", "seed: must be a whole number"),
         ("tracking: {name: 3}", "tracking.name: must be a valid string, was given 3"),
+        (
+            "train: {weighting: dpace, decay_gamma: 7}",
+            "train.decay_gamma=7.0 has no effect with train.weighting=dpace",
+        ),
         ("train: {distillation: 0.5}", "train.distillation is 0.5 but extract.store_last_hidden"),
     ],
 )

@@ -28,8 +28,11 @@ from extract.shards import ShardReader
 from extract.target import load_target
 from tests.conftest import QUESTIONS, make_target, write_config, write_prompts
 from tests.test_eval_served import Engine
+from train.batches import StepDataset
 from train.checkpoint import complete_checkpoints
 from train.layout import load_drafter
+from train.startup import make_schedule
+from train.step import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
@@ -257,20 +260,48 @@ def close(a: list[dict], b: list[dict], tolerance: float) -> None:
             assert abs(x[key] - y[key]) <= tolerance * max(1.0, abs(y[key])), (key, x, y)
 
 
-def test_one_process_two_processes_and_accumulation_are_the_same_run(extracted, tmp_path):
-    """Global numerator over global denominator: rows may be split in any way."""
-    runs = {}
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"weighting": "decay"},
+        {"weighting": "uniform"},
+        {"weighting": "dpace", "head_tokens": 64},
+    ],
+    ids=lambda objective: objective["weighting"],
+)
+def test_one_process_two_processes_and_accumulation_are_the_same_run(
+    extracted, tmp_path, objective
+):
+    """Global numerator over global divisor: rows may be split in any way. In loss, norm and every gradient."""
+    runs, first = {}, {}
     for name, processes, train in (
         ("one", 1, {"batch_size": 4}),
-        ("accumulated", 1, {"batch_size": 1, "gradient_accumulation_steps": 4}),
-        ("two", 2, {"batch_size": 1, "gradient_accumulation_steps": 2}),
+        ("accumulated", 1, {"batch_size": 2, "gradient_accumulation_steps": 2}),
+        ("two", 2, {"batch_size": 2}),
     ):
-        config = copy_run(extracted, tmp_path / name, max_steps=6, epochs=9, max_length=48, **train)
+        config = copy_run(
+            extracted, tmp_path / name, max_steps=4, epochs=9, max_length=48, anchors=40,
+            max_grad_norm=1e9, checkpoint_every=1, **objective, **train,
+        )  # fmt: skip
         out = launch("train/main.py", "--config", str(config), processes=processes)
         assert f"{processes} processes = 4 rows" in out
         runs[name] = gradients(config)
-    close(runs["accumulated"], runs["one"], 1e-4)
-    close(runs["two"], runs["one"], 1e-4)
+        state = complete_checkpoints(tmp_path / name / "run")[0] / "resume" / "state.pt"
+        moments = torch.load(state)["optimizer"]["state"]
+        # AdamW's first moment after one step is the gradient itself, times 1 - beta
+        first[name] = [m["exp_avg"] for m in moments.values()]
+    for name in ("accumulated", "two"):
+        close(runs[name], runs["one"], 1e-4)
+        for ours, whole in zip(first[name], first["one"], strict=True):
+            assert whole.any()
+            torch.testing.assert_close(ours, whole, rtol=0, atol=2e-6 * float(whole.abs().max()))
+    config = load_config(tmp_path / "accumulated" / "config.yaml")
+    reader = ShardReader(tmp_path / "accumulated" / "run" / "states")
+    data = StepDataset(
+        reader, make_schedule(config, reader, 1), rank=0, max_length=48, last_hidden=False
+    )
+    one, other = (float(prepare(half, config).divisor) for half in data[0])
+    assert max(one, other) > 1.2 * min(one, other), "the halves weigh the same: nothing is tested"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -318,6 +349,7 @@ def test_every_objective_trains_end_to_end(tiny_target, tmp_path):
         "kl": ["train.distillation=1.0"],
         "mixed": ["train.distillation=0.5", "train.optimizer=muon"],
         "sampled": ["train.head_tokens=64", "drafter.init_from=target"],
+        "sampled-mix": ["train.head_tokens=64", "train.distillation=0.5", "train.weighting=dpace"],
     }.items():
         shutil.copytree(tmp_path / "run", tmp_path / name)
         sets = [x for o in (*options, f"run_dir={tmp_path / name}") for x in ("--set", o)]

@@ -23,7 +23,8 @@ def prepared(supervised: list[list[bool]]) -> Prepared:
     )
     good = torch.tensor([supervised])
     anchors = torch.tensor([[0 if any(block) else -1 for block in supervised]])
-    return Prepared(batch, anchors, torch.zeros_like(good, dtype=torch.long), good, good.float())
+    targets, weights = torch.zeros_like(good, dtype=torch.long), good.float()
+    return Prepared(batch, anchors, targets, good, weights, weights.sum())
 
 
 def line(parts: list[tuple[list[list[bool]], list[list[bool]]]]) -> dict:

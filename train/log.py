@@ -23,10 +23,11 @@ class Window:
         self.sums = sums.clone() if self.sums is None else self.sums + sums
 
     def line(self, step: int, epoch: int, lr: float, norm: float, block: int) -> dict[str, Any]:
-        """The metrics.jsonl line. `tau_proxy` is the mean over drawn anchors of 1 + leading correct drafts: an
-        estimate, because decoding visits other anchors than the drawn ones (eval has the real tau)."""
+        """The metrics.jsonl line. `loss` is per unit of weight, with D-PACE per block. `tau_proxy` is the mean over drawn
+        anchors of 1 + leading correct drafts: an estimate, because decoding visits other anchors than the drawn ones
+        (eval has the real tau)."""
         assert self.sums is not None
-        numerator, weight, tokens, *rest = self.sums[:-1].tolist()
+        numerator, divisor, tokens, *rest = self.sums[:-1].tolist()
         supervised, correct = rest[:block], rest[block : 2 * block]
         blocks, leading = rest[2 * block], rest[2 * block + 1 : 3 * block]
         seconds = time.perf_counter() - self.started
@@ -35,7 +36,7 @@ class Window:
             "step": step,
             "epoch": epoch,
             "tokens": int(tokens),
-            "loss": numerator / max(weight, 1e-9),
+            "loss": numerator / max(divisor, 1e-9),
             "accuracy": sum(correct) / max(sum(supervised), 1),
             "accuracy_at_position": [
                 c / max(s, 1) for c, s in zip(correct[1:], supervised[1:], strict=True)

@@ -1,127 +1,122 @@
-"""The objective: cross-entropy with position decay over the target's frozen head, in chunks.
+"""The loss of every slot over the target's frozen head, in chunks.
 
-    loss = sum_s w_s * CE_s / sum_s w_s        w of slot k: exp(-(k-1) / gamma), 0 where slot k is not supervised
+    loss_s = (1 - share) * CE(answer's token) + share * KL(target || drafter)
 
-Numerator and denominator are returned apart; the loop divides once, after adding them over ranks and accumulation.
-No [slots, vocabulary] matrix outlives a chunk: its gradient is computed where it stands (the head is frozen, so a
-chunk's gradient is all that is needed of it), and backward only scales what forward stored.
+What a slot counts is train/weighting.py's business. No [slots, vocabulary] matrix outlives a chunk: its gradient is
+computed where it stands (the head is frozen, so a chunk's gradient is all that is needed of it), and backward only
+scales what forward stored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from extract.head import TargetHead
-from train.sampling import StepHead
+from train.sampling import JoinedHead, StepHead
 
 
-def default_gamma(block_size: int) -> float:
-    """7, 5, 4 for B = 16, 10, 8 (DFlash); half the block for other sizes."""
-    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
+class SlotLosses(NamedTuple):
+    """One value a slot, [N]. Only the loss carries a gradient."""
+
+    loss: Tensor  # float32
+    confidence: Tensor  # float32, the drafter's probability of the answer's token
+    correct: Tensor  # bool
 
 
-def slot_weights(supervised: Tensor, gamma: float) -> Tensor:
-    """supervised [R, A, B] bool -> float32 weights of the same shape."""
-    k = torch.arange(supervised.shape[-1], device=supervised.device)
-    return supervised * torch.exp(-(k - 1).float() / gamma)
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         head: TargetHead | StepHead,
         targets: Tensor,
-        weights: Tensor,
         teacher: Tensor | None,
         share: float,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        total = weights.new_zeros((), dtype=torch.float64)
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(hidden, dtype=torch.float32)
-        correct = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
+        loss, confidence = gradient.new_empty(len(targets)), gradient.new_empty(len(targets))
+        correct = gradient.new_empty(len(targets), dtype=torch.bool)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            part = (hidden[rows], targets[rows], weights[rows])
-            if isinstance(head, StepHead):
-                loss, gradient[rows], correct[rows] = head.chunk(*part)
-            else:
-                some = None if teacher is None else teacher[rows]
-                loss, gradient[rows], correct[rows] = _chunk(head, *part, some, share)
-            total += loss
+            some = None if teacher is None else teacher[rows]
+            loss[rows], confidence[rows], correct[rows], gradient[rows] = _chunk(
+                head, hidden[rows], targets[rows], some, share
+            )
         ctx.save_for_backward(gradient)
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(correct)
-        return total.to(torch.float32), correct
+        ctx.mark_non_differentiable(confidence, correct)
+        return loss, confidence, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0]).to(ctx.dtype), None, None, None, None, None, None
+        return (gradient * grads[0][:, None]).to(ctx.dtype), None, None, None, None, None
 
 
 def _chunk(
-    head: TargetHead,
+    head: TargetHead | StepHead,
     hidden: Tensor,
     targets: Tensor,
-    weights: Tensor,
     teacher: Tensor | None,
     share: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss sum, gradient [n, H] and correctness [n] of one chunk.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, confidence and correctness [n] and the loss's gradient [n, H] of one chunk.
 
-    With p = softmax(logits), dCE/dlogits = p - onehot, so dCE/dhidden = p W - W[target]: neither the one-hot nor the
-    weights ever touch an [n, vocabulary] matrix. Distillation adds q = the teacher's softmax in the one-hot's place.
+    With p and q the softmax of drafter and teacher, dCE/dlogits = p - onehot and dKL/dlogits = p - q, so one product with
+    the head gives both: (p - share q) W - (1 - share) W[target]. The one-hot never touches an [n, vocabulary] matrix.
     """
-    logits, slope = head.logits_with_slope(hidden)
+    seen: TargetHead | JoinedHead
+    if isinstance(head, StepHead):
+        seen, column = head.joined(targets), torch.full_like(targets, len(head.ids))
+    else:
+        seen, column = head, targets
+    own = column[:, None]
+    logits, slope = seen.logits_with_slope(hidden)
     p = logits.softmax(-1)
-    picked = logits.gather(1, targets[:, None]).float()
-    correct = picked[:, 0] >= logits.amax(-1).float()
-    log_norm = picked[:, 0] - p.gather(1, targets[:, None])[:, 0].float().clamp(min=1e-37).log()
-    if logits.dtype == torch.float32:
-        log_norm = torch.logsumexp(logits, -1)
-    ce = log_norm - picked[:, 0]
-    loss, wanted = ce, head.rows(targets)
-    if slope is not None:  # soft cap: the derivative sits between logits and the product with W
-        p = p * slope
-        wanted = wanted * slope.gather(1, targets[:, None])
+    log_norm = _log_norm(logits, p, own)
+    picked = logits.gather(1, own)[:, 0].float()
+    correct = picked >= logits.amax(-1).float()
+    loss = cross_entropy = log_norm - picked
+    pull = (1 - share) * seen.rows(targets).float()
     if teacher is not None and share > 0:
-        q = head.logits_with_slope(teacher)[0].softmax(-1)
-        cross = log_norm - (q * logits).sum(-1, dtype=torch.float32)
-        entropy = -torch.special.xlogy(q.float(), q.float()).sum(-1)
-        loss = (1 - share) * ce + share * (cross - entropy)
-        expected = head.from_logits(q if slope is None else q * slope)
-        wanted = (1 - share) * wanted + share * expected
-    gradient = (head.from_logits(p).float() - wanted.float()) * weights[:, None]
-    return (loss.double() * weights).sum(), gradient, correct
+        wanted, _ = seen.logits_with_slope(teacher)
+        q = wanted.softmax(-1)
+        apart = (q * (wanted - logits)).sum(-1, dtype=torch.float32)
+        loss = (1 - share) * loss + share * (apart + log_norm - _log_norm(wanted, q, own))
+        p = p.sub_(q, alpha=share)
+    if slope is not None:  # soft cap: the derivative sits between logits and the product with W
+        p = p.mul_(slope)
+        pull = pull * slope.gather(1, own)
+    return loss, torch.exp(-cross_entropy), correct, seen.from_logits(p).float() - pull
 
 
-def drafter_loss(
+def _log_norm(logits: Tensor, p: Tensor, own: Tensor) -> Tensor:
+    """log-sum-exp of logits [n, C] with softmax p, in float32 [n]. In bfloat16 it is read off one token, whose column
+    `own` [n, 1] names, since any other way goes through the chunk once more."""
+    if logits.dtype == torch.float32:
+        return logits.logsumexp(-1)
+    mine = p.gather(1, own)[:, 0].float().clamp(min=1e-37)  # a loss ends at 85
+    return logits.gather(1, own)[:, 0].float() - mine.log()
+
+
+def slot_losses(
     hidden: Tensor,
     head: TargetHead | StepHead,
     targets: Tensor,
-    weights: Tensor,
     *,
     teacher: Tensor | None = None,
     share: float = 0.0,
     chunk: int = 1024,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [N, H], targets [N], weights [N] -> (sum of w * loss, sum of w, correct [N] bool).
+) -> SlotLosses:
+    """hidden [N, H], targets [N] -> the slots' losses.
 
     `teacher` [N, H] is the target's own final normed state at the position before the predicted token; `share` of the
-    loss is then KL(target || drafter).
+    loss is then KL(target || drafter), over the tokens that the head has.
     """
-    numerator, correct = _ChunkedCrossEntropy.apply(
-        hidden, head, targets, weights, teacher, share, chunk
-    )
-    return numerator, weights.sum(), correct
-
-
-def plain_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The same numerator the obvious way, for tests and the benchmark."""
-    return (F.cross_entropy(hidden @ head_weight.T, targets, reduction="none") * weights).sum()
+    if teacher is None and share > 0:
+        raise ValueError(f"a share of {share} of KL needs the teacher's states")
+    return SlotLosses(*_ChunkedLoss.apply(hidden, head, targets, teacher, share, chunk))

@@ -38,7 +38,6 @@ from train.checkpoint import (
     trainer_state,
 )
 from train.log import Window, terminal_line
-from train.loss import default_gamma
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from train.rolling import Arrivals
 from train.signals import StopSignal
@@ -102,7 +101,6 @@ def train(
     schedule = make_schedule(config, reader, accelerator.num_processes)
     total_steps = options.max_steps or schedule.total_steps
     every = checkpoint_interval(options.checkpoint_every, total_steps)
-    gamma = options.decay_gamma or default_gamma(config.drafter.block_size)
 
     # The drafter alone goes into the engine; the target's embedding and head stay outside, frozen.
     model: Any = build_drafter(config, manifest)
@@ -160,15 +158,12 @@ def train(
             save()
             break
 
-        # 1. This step's micro-batches, their anchors, and the global weight they are divided by.
+        # 1. This step's micro-batches, their anchors, and the global divisor of their summed losses.
         data_started = time.perf_counter()
-        micro = [
-            prepare(b.to(device), options.anchors, config.drafter.block_size, gamma)
-            for b in next(batches)
-        ]
+        micro = [prepare(b.to(device), config) for b in next(batches)]
         window.data_seconds += time.perf_counter() - data_started
-        weight = accelerator.reduce(
-            torch.stack([m.weights.sum() for m in micro]).sum().double(), "sum"
+        divisor = accelerator.reduce(
+            torch.stack([m.divisor for m in micro]).sum().double(), "sum"
         ).clamp(min=1e-9)
 
         # 2. Forward and backward. Gradients are averaged over ranks and divided by the accumulation steps later on, so
@@ -177,7 +172,7 @@ def train(
             optimizer, learning_rate_factor(step, total_steps, options.warmup_ratio)
         )
         loss_head = sampled.at(step) if sampled else head
-        scale = accelerator.num_processes * options.gradient_accumulation_steps / weight
+        scale = accelerator.num_processes * options.gradient_accumulation_steps / divisor
         sums = torch.zeros(4 + 3 * config.drafter.block_size, dtype=torch.float64, device=device)
         for part in micro:
             with accelerator.accumulate(model):

@@ -57,22 +57,38 @@ class StepHead:
         bias = correction if head.bias is None else correction + head.bias[ids].float()
         self.bias = bias.to(head.weight.dtype)
 
-    def chunk(
-        self, hidden: Tensor, targets: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As train.loss._chunk: (loss sum, gradient [n, H], correct among the step's tokens [n])."""
-        rows = self.head.rows(targets)
-        hidden = hidden.to(rows.dtype)
-        own = (hidden.float() * rows.float()).sum(-1)
-        if self.head.bias is not None:
-            own = own + self.head.bias[targets].float()
-        logits = torch.addmm(self.bias, hidden, self.weight.T)
-        # the own target joins the normaliser once, as it is: drawn or not, without a correction
-        logits = torch.where(self.ids == targets[:, None], logits.new_full((), -math.inf), logits)
-        joined = torch.cat([logits, own[:, None].to(logits.dtype)], dim=1)
-        p = joined.softmax(-1)
-        mine = p[:, -1:].float()
-        loss = -mine[:, 0].clamp(min=1e-37).log()
-        gradient = (p[:, :-1] @ self.weight).float() + (mine - 1) * rows.float()
-        correct = mine[:, 0] >= p[:, :-1].amax(-1).float()
-        return (loss.double() * weights).sum(), gradient * weights[:, None], correct
+    def joined(self, targets: Tensor) -> JoinedHead:
+        return JoinedHead(self, targets)
+
+
+class JoinedHead:
+    """A step's head as slots with these targets [n] see it: C tokens and, in column C, the slot's own target.
+
+    The own target joins once, as it is: drawn or not, without a correction. The teacher's distribution is taken over
+    the same columns with the same corrections, so KL compares two estimates of one kind.
+    """
+
+    def __init__(self, step: StepHead, targets: Tensor) -> None:
+        self.step = step
+        self.own = step.head.rows(targets)
+        self.own_bias = None if step.head.bias is None else step.head.bias[targets].float()
+        self.drawn = step.ids == targets[:, None]
+
+    def logits_with_slope(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[n, H] -> [n, C + 1], in the head's dtype; there is no soft cap, so no slope."""
+        hidden = hidden.to(self.own.dtype)
+        own = (hidden.float() * self.own.float()).sum(-1)
+        if self.own_bias is not None:
+            own = own + self.own_bias
+        logits = torch.addmm(self.step.bias, hidden, self.step.weight.T)
+        # finite, because the loss takes differences of logits
+        logits = logits.masked_fill_(self.drawn, torch.finfo(logits.dtype).min)
+        return torch.cat([logits, own[:, None].to(logits.dtype)], dim=1), None
+
+    def rows(self, targets: Tensor) -> Tensor:
+        return self.own
+
+    def from_logits(self, gradient: Tensor) -> Tensor:
+        """A gradient with respect to logits [n, C + 1] -> with respect to hidden [n, H]."""
+        others = gradient[:, :-1] @ self.step.weight
+        return others.float() + gradient[:, -1:].float() * self.own.float()

@@ -17,8 +17,9 @@ from extract.head import TargetHead
 from train.batches import Batch
 from train.blocks import block_targets, choose_anchors, layer_masks, slot_inputs, valid_anchors
 from train.drafter import DFlashDrafter
-from train.loss import drafter_loss, slot_weights
+from train.loss import slot_losses
 from train.sampling import StepHead
+from train.weighting import decay_weights, default_gamma, dpace_weights
 
 
 @dataclass
@@ -29,15 +30,27 @@ class Prepared:
     anchors: Tensor  # [R, A]
     targets: Tensor  # [R, A, B]
     supervised: Tensor  # [R, A, B]
-    weights: Tensor  # [R, A, B] float32
+    weights: Tensor | None  # [R, A, B] float32; None: they come from the forward
+    divisor: (
+        Tensor  # of the summed losses, this micro-batch's share: the sum of weights, or the blocks
+    )
 
 
-def prepare(batch: Batch, anchors: int, block_size: int, gamma: float) -> Prepared:
-    chosen = choose_anchors(valid_anchors(batch.loss_mask, batch.document), batch.priority, anchors)
+def prepare(batch: Batch, config: Config) -> Prepared:
+    options, block_size = config.train, config.drafter.block_size
+    valid = valid_anchors(batch.loss_mask, batch.document)
+    chosen = choose_anchors(valid, batch.priority, options.anchors)
     targets, supervised = block_targets(
         batch.input_ids, batch.loss_mask, batch.document, chosen, block_size
     )
-    return Prepared(batch, chosen, targets, supervised, slot_weights(supervised, gamma))
+    weights = None
+    if options.weighting == "uniform":
+        weights = supervised.float()
+    elif options.weighting == "decay":
+        gamma = options.decay_gamma or default_gamma(block_size)
+        weights = decay_weights(supervised, gamma)
+    divisor = (chosen >= 0).sum() if weights is None else weights.sum()
+    return Prepared(batch, chosen, targets, supervised, weights, divisor)
 
 
 def run_drafter(engine: Any, drafter: DFlashDrafter, head: TargetHead, part: Prepared) -> Tensor:
@@ -59,8 +72,8 @@ def loss_of(
     hidden: Tensor, head: TargetHead | StepHead, part: Prepared, config: Config
 ) -> tuple[Tensor, Tensor]:
     """(sum of weighted losses, correct [R, A, B] bool). Only supervised slots reach the head."""
-    keep = part.supervised.flatten()
-    picked = hidden.reshape(-1, hidden.shape[-1])[keep]
+    shape = part.supervised.shape
+    keep = part.supervised.flatten().nonzero()[:, 0]
     teacher = None
     if part.batch.last_hidden is not None:
         rows = torch.arange(len(part.anchors), device=keep.device)[:, None, None]
@@ -69,22 +82,27 @@ def loss_of(
             0, part.batch.input_ids.shape[1] - 1
         )
         teacher = part.batch.last_hidden[rows, before].flatten(0, 2)[keep].to(head.weight.dtype)
-    numerator, _, correct = drafter_loss(
-        picked,
+    slots = slot_losses(
+        hidden.reshape(-1, hidden.shape[-1])[keep],
         head,
         part.targets.flatten()[keep],
-        part.weights.flatten()[keep],
         teacher=teacher,
         share=config.train.distillation,
         chunk=config.train.loss_chunk,
     )
-    out = torch.zeros_like(part.supervised)
-    out.view(-1)[keep] = correct
-    return numerator, out
+
+    def laid_out(values: Tensor) -> Tensor:
+        return values.new_zeros(shape.numel()).index_copy(0, keep, values).view(shape)
+
+    weights = part.weights
+    if weights is None:
+        weights = dpace_weights(laid_out(slots.confidence), part.supervised)
+    numerator = (slots.loss.double() * weights.flatten()[keep]).sum().float()
+    return numerator, laid_out(slots.correct)
 
 
 def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:
-    """What is added over micro-batches, ranks and steps before anything is divided, [3 + 3B]: numerator, weight, tokens;
+    """What is added over micro-batches, ranks and steps before anything is divided, [3 + 3B]: numerator, divisor, tokens;
     per slot 0..B-1 how many are supervised and how many of them correct; blocks; per slot 1..B-1 how many blocks are
     correct up to it. A block that a turn's end cuts short ends there, it is not wrong (field bug F18)."""
     leading = (correct | ~part.supervised)[:, :, 1:].long().cumprod(2).bool() & part.supervised[
@@ -96,7 +114,7 @@ def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:
         [p.double() for p in per_slot[:2]] + [blocks.double()[None], per_slot[2].double()]
     )
     tokens = (part.batch.document >= 0).sum().double()
-    head = torch.stack([numerator.detach().double(), part.weights.sum().double(), tokens])
+    head = torch.stack([numerator.detach().double(), part.divisor.double(), tokens])
     return torch.cat([head, flat])
 
 

@@ -295,12 +295,12 @@ def test_one_process_two_processes_and_accumulation_are_the_same_run(
         for ours, whole in zip(first[name], first["one"], strict=True):
             assert whole.any()
             torch.testing.assert_close(ours, whole, rtol=0, atol=2e-6 * float(whole.abs().max()))
-    config = load_config(tmp_path / "accumulated" / "config.yaml")
+    settings = load_config(tmp_path / "accumulated" / "config.yaml")
     reader = ShardReader(tmp_path / "accumulated" / "run" / "states")
     data = StepDataset(
-        reader, make_schedule(config, reader, 1), rank=0, max_length=48, last_hidden=False
+        reader, make_schedule(settings, reader, 1), rank=0, max_length=48, last_hidden=False
     )
-    one, other = (float(prepare(half, config).divisor) for half in data[0])
+    one, other = (float(prepare(half, settings).divisor) for half in data[0])
     assert max(one, other) > 1.2 * min(one, other), "the halves weigh the same: nothing is tested"
 
 

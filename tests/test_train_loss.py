@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def draw(head: TargetHead, count: int, step: int = 3) -> StepHead:
     return SampledHead(head, torch.arange(VOCABULARY), count, seed=1).at(step)
 
 
-HEADS = {
+HEADS: dict[str, Callable[[], TargetHead | StepHead]] = {
     "plain": lambda: make_head(),
     "biased": lambda: make_head(bias=True),
     "capped": lambda: make_head(bias=True, soft_cap=5.0),

@@ -35,9 +35,10 @@ from extract.shards import Sample
 from train.batches import collate
 from train.drafter import DFlashDrafter, DraftShape
 from train.log import compiled_graphs
-from train.loss import default_gamma, drafter_loss, plain_loss
+from train.loss import slot_losses
 from train.optimizer import make_optimizer
 from train.step import Prepared, loss_of, prepare, run_drafter
+from train.weighting import default_gamma
 
 VOCABULARIES = (49152, 151936)
 MASK_TOKEN, TAPS, TARGET_LAYERS = 17, (1, 8, 14, 20, 27), 30
@@ -104,24 +105,25 @@ def samples(shape: Shape) -> list[Sample]:
 def lay_out(shape: Shape, conversations: list[Sample]) -> Prepared:
     batch = collate(
         [[(i, s)] for i, s in enumerate(conversations)],
+        [0] * len(conversations),
         max_length=shape.length,
         feature_size=len(TAPS) * shape.hidden,
         feature_dtype=torch.bfloat16,
         hidden_size=None,
         seed=0,
-        epoch=0,
     )
-    gamma = default_gamma(shape.block)
-    return prepare(batch.to(shape.device), shape.anchors, shape.block, gamma)
+    return prepare(batch.to(shape.device), settings(shape))
 
 
-def our_step(drafter: DFlashDrafter, head: TargetHead, part: Prepared, dtype: torch.dtype) -> Step:
-    config, head = settings(), head.to(dtype=dtype)
+def our_step(
+    drafter: DFlashDrafter, head: TargetHead, part: Prepared, dtype: torch.dtype, config: Config
+) -> Step:
+    head = head.to(dtype=dtype)
 
     def step() -> tuple[Tensor, dict[str, Tensor]]:
         drafter.autocast = None if dtype == torch.float32 else dtype
         numerator, _ = loss_of(run_drafter(drafter, drafter, head, part), head, part, config)
-        loss = numerator / part.weights.sum()
+        loss = numerator / part.divisor
         loss.backward()
         return loss.detach(), take_gradients(drafter)
 
@@ -171,10 +173,14 @@ def specforge_step(
     return step
 
 
-def settings() -> Config:
-    return Config.model_validate(
-        {"run_dir": "-", "target": {"path": "-"}, "data": {"prompts": ("-",)}}
-    )
+def settings(shape: Shape) -> Config:
+    sections = {
+        "target": {"path": "-"},
+        "data": {"prompts": ("-",)},
+        "drafter": {"block_size": shape.block},
+        "train": {"anchors": shape.anchors},
+    }
+    return Config.model_validate({"run_dir": "-", **sections})
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -240,7 +246,7 @@ def flops(shape: Shape, supervised: int) -> float:
 
 
 def phases(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
-    (drafter, head), conversations, config = build(shape), samples(shape), settings()
+    (drafter, head), conversations, config = build(shape), samples(shape), settings(shape)
     head = head.to(dtype=dtype)
     drafter.autocast = None if dtype == torch.float32 else dtype
     optimizer = make_optimizer(drafter, config.train)
@@ -256,7 +262,7 @@ def phases(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
         marks.append(now(shape.device))
         numerator, _ = loss_of(hidden, head, part, config)
         marks.append(now(shape.device))
-        (numerator / part.weights.sum()).backward()
+        (numerator / part.divisor).backward()
         marks.append(now(shape.device))
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
@@ -296,7 +302,7 @@ def heads(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
     """The chunked head against the plain [slots, vocabulary] cross-entropy, forward and backward."""
     for vocabulary in VOCABULARIES:
         table = 0.05 * torch.randn(vocabulary, shape.hidden, device=shape.device, dtype=dtype)
-        head, chunk = TargetHead(table, table), settings().train.loss_chunk
+        head, chunk = TargetHead(table, table), settings(shape).train.loss_chunk
         for slots in (672, 1344, 2688):
             hidden = torch.randn(slots, shape.hidden, device=shape.device, dtype=dtype)
             hidden.requires_grad_()
@@ -304,7 +310,7 @@ def heads(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
             weights = torch.rand(slots, device=shape.device)
 
             chunked = partial(
-                _back, partial(drafter_loss, chunk=chunk), hidden, head, targets, weights
+                _back, partial(chunked_loss, chunk=chunk), hidden, head, targets, weights
             )
             plain = partial(_back, plain_loss, hidden, table, targets, weights)
             difference = float(abs(chunked() / plain() - 1))
@@ -318,9 +324,20 @@ def heads(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
             print(f"{line}, loss differs by {difference:.1e}", flush=True)
 
 
+def chunked_loss(
+    hidden: Tensor, head: TargetHead, targets: Tensor, weights: Tensor, chunk: int
+) -> Tensor:
+    return (slot_losses(hidden, head, targets, chunk=chunk).loss * weights).sum()
+
+
+def plain_loss(hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The same sum the obvious way."""
+    losses = nn.functional.cross_entropy(hidden @ table.T, targets, reduction="none")
+    return (losses * weights).sum()
+
+
 def _back(loss_of_slots: Callable[..., Any], *inputs: object) -> Tensor:
-    out = loss_of_slots(*inputs)
-    loss: Tensor = out[0] if isinstance(out, tuple) else out
+    loss: Tensor = loss_of_slots(*inputs)
     loss.backward()
     return loss.detach()
 
@@ -329,7 +346,9 @@ def growth(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
     drafter, head = build(shape)
     counts = [shape.anchors // 2, shape.anchors, 2 * shape.anchors, 4 * shape.anchors]
     parts = {n: lay_out(replace(shape, anchors=n), samples(shape)) for n in counts}
-    steps = {str(n): our_step(drafter, head, part, dtype) for n, part in parts.items()}
+    steps = {
+        str(n): our_step(drafter, head, part, dtype, settings(shape)) for n, part in parts.items()
+    }
     spent = race(steps, repeats, shape.device)
     for n, part in parts.items():
         ms, used = statistics.median(spent[str(n)]), int((part.anchors >= 0).sum())
@@ -338,7 +357,8 @@ def growth(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
 
 def against(shape: Shape, dtype: torch.dtype, repeats: int) -> None:
     (drafter, head), part = build(shape), lay_out(shape, samples(shape))
-    mine, theirs = (make(drafter, head, part, dtype) for make in (our_step, specforge_step))
+    mine = our_step(drafter, head, part, dtype, settings(shape))
+    theirs = specforge_step(drafter, head, part, dtype)
     (loss, gradients), (other, others) = mine(), theirs()
     apart = max(
         float((gradients[n].float() - g.float()).norm() / g.float().norm())

@@ -22,7 +22,7 @@ from extract.cache import GrowingLayer
 from extract.choose import GREEDY, Sampler
 from extract.head import TargetHead
 from extract.target import Target
-from train.drafter import FULL, DFlashDrafter
+from train.drafter import FULL, DFlashDrafter, Mask
 
 # Logits of slots 1..B-1, [B-1, V], and the root token -> the tree to verify.
 Propose = Callable[[Tensor, int], Tree]
@@ -67,7 +67,7 @@ class Drafting:
         ids = torch.full((1, shape.block_size), shape.mask_token_id, device=device)
         ids[0, 0] = root
         positions = torch.arange(self.length, self.length + shape.block_size, device=device)[None]
-        masks = {
+        masks: dict[str, Mask] = {
             kind: None if kind == FULL else self._sliding_mask(device)
             for kind in set(drafter.config.layer_types)
         }

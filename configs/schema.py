@@ -140,13 +140,22 @@ class DrafterConfig(Section):
 class ExtractConfig(Section):
     """Hidden states on disk."""
 
+    backend: Literal["hf", "vllm"] = Field(
+        "hf",
+        description="Who runs the target: transformers in this process, or a vLLM server (--server) for a target "
+        "that needs tensor parallelism (docs/backends.md).",
+    )
     storage_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = Field(
         "bfloat16",
         description="Of the training states on disk; float8_e4m3fn halves bfloat16, with a scale per token "
         "and tap, and is read back as bfloat16.",
     )
     shard_tokens: int = Field(65536, gt=0, description="Tokens of a shard, the unit of resume.")
-    batch_tokens: int = Field(8192, gt=0, description="Padded tokens of one target forward.")
+    batch_tokens: int = Field(
+        8192,
+        gt=0,
+        description="Padded tokens of one target forward; of the prompts under way with backend vllm.",
+    )
     window_gb: float | None = Field(
         None,
         gt=0,
@@ -319,6 +328,15 @@ class Config(Section):
             raise ValueError(
                 f"extract.window_gb={self.extract.window_gb:g} deletes a shard when all epochs have read it, so "
                 f"train.max_steps={self.train.max_steps} cannot end them; remove it and set train.epochs"
+            )
+        if (
+            self.extract.backend == "vllm"
+            and self.eval.prompts
+            and self.eval.dtype != self.target.dtype
+        ):
+            raise ValueError(
+                f"extract.backend=vllm runs the target in one precision, but eval.dtype is {self.eval.dtype} and "
+                f"target.dtype {self.target.dtype}; make them the same"
             )
         if self.train.distillation > 0 and not self.extract.store_last_hidden:
             raise ValueError(

@@ -267,6 +267,10 @@ def _greedy_lines(config: Config, sets: Sequence[Stored]) -> None:
             )
             _say_share(stored, share, "by the stored last_hidden")
             continue
+        if config.extract.backend == "vllm":
+            how = "unknown: last_hidden is not stored, and extract.backend=vllm loads no target; --set "
+            _say(stored.name, "greedy", f"{how}extract.backend=hf loads it here")
+            continue
         try:
             if loaded is None or str(loaded.dtype) != f"torch.{stored.target_dtype}":
                 how = f"needs the target, since last_hidden is not stored: loading it in {stored.target_dtype}"

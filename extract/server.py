@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ import httpx
 from configs.load import UserError
 from configs.schema import Config
 from extract.regenerate import Reason
+from extract.vllm_files import discard, named_file
 
 ATTEMPTS = 6  # with waits of 1, 2, 4, 8, 16 s between: half a minute of a restarting server
 
@@ -50,14 +52,13 @@ class Client:
         return self._call("GET", path, None, lambda response: response.text)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The only choice of a completion, with the token ids where the server gives them."""
+        """The only choice of a completion, with token ids and the file of hidden states where the server gives them."""
         body = {"return_token_ids": True, "skip_special_tokens": False, **NO_FILTERS, **body}
-        choices: list[dict[str, Any]] = (
-            self.json("POST", "/v1/completions", body).get("choices") or []
-        )
+        answer = self.json("POST", "/v1/completions", body)
+        choices: list[dict[str, Any]] = answer.get("choices") or []
         if not choices:
             raise UserError(f"the server at {self.url} answered a completion without choices")
-        return choices[0]
+        return {**choices[0], "kv_transfer_params": answer.get("kv_transfer_params")}
 
     def _call(
         self,
@@ -89,11 +90,24 @@ class Client:
 
 
 class Server:
-    """Answers prompts for extraction."""
+    """Answers prompts for extraction, held-out ones greedily.
 
-    def __init__(self, url: str, config: Config, tokenizer: Any) -> None:
-        self.client, self.tokenizer = Client(url), tokenizer
+    A server that stores hidden states does so for answers too; these files are deleted in `states_folder`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: Config,
+        tokenizer: Any,
+        *,
+        held_out: bool = False,
+        states_folder: Path | None = None,
+    ) -> None:
+        self.client, self.tokenizer, self.states_folder = Client(url), tokenizer, states_folder
         self.limit, self.temperature = config.data.max_new_tokens, config.data.temperature
+        if held_out:
+            self.limit, self.temperature = config.eval.max_new_tokens, 0.0
         self.name = str(self.client.model()["id"])
 
     def answer(self, prompts: Sequence[list[int]], seed: int) -> list[tuple[list[int], Reason]]:
@@ -111,6 +125,8 @@ class Server:
                 "seed": seed % 2**31,
             }
         )
+        if self.states_folder and (file := named_file(choice, self.states_folder)):
+            discard(file, "an answer")
         reason: Reason = "stop" if choice.get("finish_reason") == "stop" else "length"
         ids = choice.get("token_ids")
         if ids is None:

@@ -194,6 +194,7 @@ def write_states(
     plans: Sequence[ShardPlan],
     manifest: Manifest,
     *,
+    make: Callable[[ShardPlan], list[Sample]] | None = None,
     rank: int = 0,
     world: int = 1,
     window_gb: float | None = None,
@@ -201,6 +202,7 @@ def write_states(
 ) -> Manifest | None:
     """Write every shard that is not there yet; process r of w writes shards r, r+w, ... and returns.
 
+    `make` gives the samples of a shard, in plan order, where it is not the target that runs the forward.
     Process 0 then waits for the others' shards, reads each of them once, completes the manifest and returns it; the
     others return None. Samples with NaN, Inf or zeros for states are left out, named in the manifest, and tried once
     more by every later call. With `window_gb` no more than that is on the disk at a time (extract/window.py), training
@@ -247,6 +249,8 @@ def write_states(
 
     def compute(plan: ShardPlan) -> Computed:
         window.wait_for_room(plan.index, quiet=rank != 0)
+        if make is not None:
+            return Computed(make(plan))
         return forward_shard(target, plan, samples, taps, manifest.last_hidden)
 
     def write(plan: ShardPlan, computed: Computed) -> ShardEntry:

@@ -140,15 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         if vllm:
             problems = extract_with_vllm(args.server, stage, chats, report, sets)
         else:
-            target = load_target(config.target)
             server = Server(args.server, config, tokenizer) if args.server else None
-            problems = [stage.run(target, chats, report, run_dir, server=server)]
-            if sets and config.eval.dtype != config.target.dtype:
-                del target
-                target = load_target(config.target, dtype=config.eval.dtype)
-            for name, set_chats, set_report in sets:
-                folder = run_dir / "eval-sets" / name
-                problems.append(stage.run(target, set_chats, set_report, folder, held_out=True))
+            problems = extract_here(stage, chats, report, sets, server)
     following = f"accelerate launch train/main.py --config {args.config}"
     if found := [problem for problem in problems if problem]:
         print(
@@ -160,6 +153,33 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if rank == 0:
         print(f"next: {following}")
     return None
+
+
+def extract_here(
+    stage: Stage,
+    chats: Sequence[Chat],
+    report: Report,
+    sets: Sequence[tuple[str, list[Chat], Report]],
+    server: Server | None,
+) -> list[str | None]:
+    """States by the target in this process, answers too unless a server gives them. Returns what Stage.run says."""
+    config, run_dir = stage.config, Path(stage.config.run_dir)
+    jobs: list[tuple[str, Sequence[Chat], Report, Path]] = [
+        (config.eval.dtype, c, r, run_dir / "eval-sets" / name) for name, c, r in sets
+    ]
+    # With a window the training states end when training does, and until then checkpoints are to be evaluated.
+    last = config.extract.window_gb is not None
+    jobs.insert(len(jobs) if last else 0, (config.target.dtype, chats, report, run_dir))
+    problems, target = [], None
+    for dtype, some, said, folder in jobs:
+        if target is None or str(target.dtype) != f"torch.{dtype}":
+            target = None  # one at a time
+            target = load_target(config.target, dtype=dtype)
+        held = folder != run_dir
+        problems.append(
+            stage.run(target, some, said, folder, held_out=held, server=None if held else server)
+        )
+    return problems
 
 
 def extract_with_vllm(

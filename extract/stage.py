@@ -19,6 +19,7 @@ from extract.choose import Sampler
 from extract.connector import Connector
 from extract.manifest import MANIFEST, Answers, Manifest, TargetInfo, Totals, read_manifest, require
 from extract.plan import plan
+from extract.probe import probe
 from extract.prompts import (
     Chat,
     MaskedSample,
@@ -31,7 +32,7 @@ from extract.prompts import (
 )
 from extract.regenerate import Reason, decode_batch, regenerate
 from extract.server import Server
-from extract.states import probe, write_states
+from extract.states import write_states
 from extract.target import Target, TargetSpec
 
 

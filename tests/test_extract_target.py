@@ -12,9 +12,9 @@ from configs.load import UserError
 from configs.schema import DrafterConfig, TargetConfig
 from extract.cache import GrowingLayer, cache_argument, new_cache
 from extract.head import head_of, load_head, save_head
+from extract.probe import probe
 from extract.prompts import Chat, Renderer
 from extract.regenerate import decode_batch, read_batch, regenerate
-from extract.states import probe
 from extract.target import (
     Target,
     choose_mask_token,

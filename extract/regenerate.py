@@ -9,6 +9,7 @@ A chat with several user turns is answered turn by turn, each turn with the answ
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,19 +188,25 @@ def _write_batch(
     batch: Sequence[tuple[int, list[int]]],
     answers: Sequence[tuple[list[int], Reason]],
 ) -> None:
-    lines = [json.dumps({"stamp": stamp, "answers": len(batch)})]
+    lines = []
     for (c, prompt), (ids, reason) in zip(batch, answers, strict=True):
         row = Row.of(f"{chats[c].id}#{turn}", chats[c].id, turn, prompt, ids, reason)
         lines.append(json.dumps(row.to_json()))
-    atomic_write_text(file, "\n".join(lines) + "\n")
+    head = {"stamp": stamp, "answers": len(batch), "sha256": _digest(lines)}
+    atomic_write_text(file, "\n".join([json.dumps(head), *lines]) + "\n")
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def read_batch(file: Path, stamp: str | None) -> list[Row] | None:
-    """The rows of a finished file, or None when it is missing, torn or made under other settings."""
+    """The rows of a finished file, or None when it is missing, damaged or made under other settings."""
     try:
         head, *lines = file.read_text(encoding="utf-8").splitlines()
         header = json.loads(head)
-        if len(lines) != header["answers"] or (stamp is not None and header["stamp"] != stamp):
+        whole = (header["answers"], header["sha256"]) == (len(lines), _digest(lines))
+        if not whole or (stamp is not None and header["stamp"] != stamp):
             return None
         return [Row.of(**json.loads(line)) for line in lines]
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):

@@ -15,7 +15,7 @@ from configs.load import UserError
 from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.head import TargetHead
-from extract.manifest import require
+from extract.manifest import MANIFEST, require
 from extract.shards import ShardReader
 from extract.window import (
     NOTICE_SECONDS,
@@ -110,6 +110,11 @@ def make_schedule(config: Config, reader: ShardReader | WindowReader, world: int
 
 def check_states(config: Config, reader: ShardReader | WindowReader, folder: Path) -> None:
     """The states must be what the config says; both values are named."""
+    if not reader.lengths:
+        raise UserError(
+            f"{folder} has no samples: all {len(reader.manifest.quarantined)} were left out, "
+            f"see {MANIFEST} for the reasons"
+        )
     expected: dict[str, object] = {"storage_dtype": config.extract.storage_dtype}
     if config.drafter.target_layer_ids is not None:
         expected["target_layer_ids"] = config.drafter.target_layer_ids

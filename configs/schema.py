@@ -210,7 +210,7 @@ class TrainConfig(Section):
         description="Softmax of the loss, the target's in distillation too, over this many tokens (sampled softmax); "
         "unset: all of the vocabulary.",
     )
-    loss_chunk: int = Field(1024, gt=0, description="Slots whose logits exist at the same time.")
+    loss_chunk: int = Field(512, gt=0, description="Slots whose logits exist at the same time.")
     log_every: int = Field(10, gt=0)
     checkpoint_every: int | None = Field(
         None, gt=0, description="Optimizer steps between checkpoints; unset: four times a run."

@@ -164,7 +164,8 @@ def write_states(
     left = [p for p in plans if entries[p.index] is None]
     tokens = sum(len(samples[i].input_ids) for p in left for i in p.samples)
     needed = estimate_bytes(tokens, len(taps), manifest.hidden_size, dtype, manifest.last_hidden)
-    needed = int(min(needed, window.limit))
+    present = sum(e.bytes for i, e in entries.items() if e and i >= window.released())
+    needed = window.yet_to_come(needed, present)
     if not (folder / HEAD_FILE).exists():
         needed += sum(t.numel() * target.dtype.itemsize for t in head.tensors().values())
     free_space_check(folder, needed, f"writing {tokens:,} more tokens of states")

@@ -29,7 +29,7 @@ from extract.target import load_target
 from tests.conftest import QUESTIONS, make_target, write_config, write_prompts
 from tests.test_eval_served import Engine
 from train.batches import StepDataset
-from train.checkpoint import complete_checkpoints
+from train.checkpoint import complete_checkpoints, find_checkpoint
 from train.layout import load_drafter
 from train.startup import make_schedule
 from train.step import prepare
@@ -167,9 +167,20 @@ def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained, monke
 def test_eval_prints_lossless_results_and_draws_a_report(trained, tmp_path):
     out = run("eval/main.py", "--config", str(trained), "--checkpoint", "all")
     assert "next:" in out or "report:" in out
+    run_dir = Path(load_config(trained).run_dir)
+    chain = {
+        file.parent.name: row["tau"]
+        for file in (run_dir / "evals").glob("step-*/results.json")
+        for row in json.loads(file.read_text())["rows"]
+        if row["decoder"] == "dflash"
+    }
+    assert len(chain) == len(complete_checkpoints(run_dir)) == 4
+    best = find_checkpoint(run_dir, "best")
+    assert chain[best.name] == max(chain.values()) and f"best of 4: {best.name}" in out
+    found = run("eval/main.py", "--config", str(trained), "--checkpoint", "best")
+    assert f"{best.name} has replay results" in found
     live = run("eval/main.py", "--config", str(trained), "--mode", "live")
     assert "report:" in live
-    run_dir = Path(load_config(trained).run_dir)
     last = sorted((run_dir / "evals").iterdir())[-1]
     results = json.loads((last / "live" / "results.json").read_text())
     assert results["lossless_check"]["answers_that_differ"] == 0

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import Qwen3Config
 
-import configs.provenance
 from configs.load import UserError
 from configs.schema import TrainConfig
 from train.checkpoint import (
@@ -79,7 +78,7 @@ def test_a_kill_while_the_best_is_recorded_leaves_the_old_record(tmp_path, monke
     def killed(_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(configs.provenance.os, "fsync", killed)
+    monkeypatch.setattr("configs.provenance.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         record_best(tmp_path, new, 3.0, "chain, x")
     assert find_checkpoint(tmp_path, "best") == old
@@ -110,7 +109,7 @@ def forward(model: Any) -> Tensor:
     return loss
 
 
-def trained(steps: int, name: str = "adamw") -> tuple[Accelerator, Any, Any]:
+def trained(steps: int, name: Any = "adamw") -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=True)
     model: Any = drafter(0)
     optimizer: Any = make_optimizer(model, TrainConfig(optimizer=name))

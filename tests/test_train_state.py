@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from configs.load import load_config
+from configs.provenance import lock_owner
 from extract.shards import ShardReader
 from tests.test_pipeline import ROOT, close, copy_run, extracted, gradients, launch, metrics, run
 from train.batches import Schedule, pack
@@ -67,6 +67,16 @@ def command(config: Path, processes: int, *more: str) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *how, *train]
 
 
+def family(pid: int) -> list[int]:
+    """A process and all below it: torchrun's workers have sessions of their own."""
+    table = subprocess.check_output(["ps", "-e", "-o", "pid=,ppid="], text=True).splitlines()
+    parents = dict(map(int, line.split()) for line in table)
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
 def interrupt(config: Path, processes: int, how: signal.Signals, at: int) -> None:
     """Start the run and end it as soon as its record has step `at`: SIGTERM to the launcher, SIGKILL to everything."""
     run_dir = run_dir_of(config)
@@ -77,14 +87,13 @@ def interrupt(config: Path, processes: int, how: signal.Signals, at: int) -> Non
     while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < at:
         time.sleep(0.05)
         assert process.poll() is None
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    if how == signal.SIGTERM:
-        process.send_signal(how)
-    else:
-        for member in family:
-            member.kill()
+    for member in [process.pid] if how == signal.SIGTERM else family(process.pid):
+        os.kill(member, how)
     process.wait(timeout=60)
-    psutil.wait_procs(family, timeout=60)
+    for _ in range(600):
+        if lock_owner(run_dir, "train") is None:
+            break
+        time.sleep(0.1)
     if processes == 1:
         assert process.returncode == (128 + how if how == signal.SIGTERM else -how)
 

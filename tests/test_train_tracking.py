@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import configs.provenance
 from configs.load import load_config
 from tests.conftest import write_config
 from train.tracking import Tracker
@@ -113,7 +112,7 @@ def test_a_kill_while_the_record_is_cut_back_loses_nothing(tmp_path, config, mon
     def killed(_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(configs.provenance.os, "fsync", killed)
+    monkeypatch.setattr("configs.provenance.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         Tracker(tmp_path, config("disabled"), stage="train", resume_step=10)
     assert (tmp_path / "metrics.jsonl").read_text() == text

@@ -6,6 +6,7 @@ prints the resolved values, docs/configuration.md is generated from the descript
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -211,11 +212,18 @@ class TrainConfig(Section):
         "unset: all of the vocabulary.",
     )
     loss_chunk: int = Field(512, gt=0, description="Slots whose logits exist at the same time.")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What to do when a step's loss or gradient norm is NaN or Inf: end the run, or go on without the "
+        "step. Ten skipped steps in a row end it too.",
+    )
     log_every: int = Field(10, gt=0)
     checkpoint_every: int | None = Field(
         None, gt=0, description="Optimizer steps between checkpoints; unset: four times a run."
     )
-    keep_checkpoints: int = Field(4, gt=0, description="Older complete ones are deleted.")
+    keep_checkpoints: int = Field(
+        4, gt=0, description="Older complete ones are deleted, but never the best that eval found."
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> TrainConfig:
@@ -240,6 +248,10 @@ class EvalConfig(Section):
         "name (docs/benchmarks.md).",
     )
     max_prompts: int | None = Field(None, gt=0, description="Per set.")
+    best_by: str | None = Field(
+        None,
+        description="The held-out set whose chain decides which checkpoint is the best; unset: the mean over all.",
+    )
     live_prompts: int | None = Field(
         None, gt=0, description="Per set, in live mode, which runs the target; unset: all."
     )
@@ -281,6 +293,15 @@ class EvalConfig(Section):
         if any(b < 1 for b in self.budgets) or list(self.budgets) != sorted(set(self.budgets)):
             raise ValueError(
                 f"eval.budgets must be increasing positive counts, got {list(self.budgets)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_by(self) -> EvalConfig:
+        names = [Path(name).stem for name in self.prompts]
+        if self.best_by is not None and self.best_by not in names:
+            raise ValueError(
+                f"eval.best_by={self.best_by} is none of the sets of eval.prompts: {', '.join(names) or 'none'}"
             )
         return self
 

@@ -20,7 +20,7 @@ from train.layout import load_drafter, load_shape
 
 
 def checkpoints(run_dir: Path, wanted: str) -> list[Path]:
-    """`latest`, `all`, a step folder's name or a folder. UserError when there is none."""
+    """`latest`, `best`, `all`, a step folder's name or a folder. UserError when there is none."""
     if wanted != "all":
         return [find_checkpoint(run_dir, wanted)]
     if not (folders := complete_checkpoints(run_dir)):
@@ -111,7 +111,7 @@ def settings_of(
     config: Config, mode: str, sets: dict[str, ShardReader], server: str | None = None
 ) -> str:
     """A fingerprint of what a result depends on beside the drafter's weights."""
-    options = {k: str(v) for k, v in config.eval.model_dump().items()}
+    options = {k: str(v) for k, v in config.eval.model_dump(exclude={"best_by"}).items()}
     if mode == "replay":
         for name in ("live_prompts", *(f.name for f in fields(Sampler))):
             options.pop(name)

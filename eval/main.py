@@ -29,6 +29,7 @@ from configs.load import UserError, add_arguments, config_from_args, main_guard
 from configs.provenance import FolderLock, provenance
 from configs.schema import Config, EvalConfig
 from eval import compare
+from eval.best import choose_best
 from eval.decode import Decoded
 from eval.engines import connect
 from eval.live import live_sets
@@ -115,9 +116,12 @@ def main(argv: list[str] | None = None) -> int | None:
             print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
             print("\n".join([terminal_table(results), *found]))
             print(f"report: {out / 'report.md'}", flush=True)
+            choose_best(run_dir, config, settings)  # now: training goes on deleting others
             for row in invalid_rows(results):
                 print(f"error: {row}", file=sys.stderr)
                 failed = True
+        if best := choose_best(run_dir, config, settings):
+            print(best)
     return 1 if failed else None
 
 
@@ -129,7 +133,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add_arguments(out)
     out.add_argument(
-        "--checkpoint", default="latest", help="latest, all, a step folder's name, or a folder"
+        "--checkpoint",
+        default="latest",
+        help="latest, best, all, a step folder's name, or a folder",
     )
     out.add_argument("--mode", choices=tuple(MODES), default="replay")
     out.add_argument(

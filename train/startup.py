@@ -27,6 +27,17 @@ from train.batches import Schedule, pack
 from train.rolling import RollingSchedule, rolling_schedule
 from train.sampling import SampledHead
 
+# What may change at a resume. The two factors of the rows per step may, their product may not.
+FREE = {
+    "batch_size",
+    "checkpoint_every",
+    "gradient_accumulation_steps",
+    "keep_checkpoints",
+    "log_every",
+    "loss_chunk",
+    "nonfinite",
+}
+
 
 def make_accelerator(config: Config) -> Accelerator:
     """The accelerator, with the process group that the launcher meant.
@@ -56,15 +67,17 @@ def make_accelerator(config: Config) -> Accelerator:
                 f"train.gradient_accumulation_steps is {wanted} but the DeepSpeed config says {given}; "
                 "set that one to auto"
             )
-        if config.train.optimizer == "muon" and plugin["zero_optimization"]["stage"] > 0:
+        zero = plugin["zero_optimization"]["stage"]
+        if config.train.optimizer == "muon" and zero > 0:
             raise UserError(
-                f"train.optimizer=muon needs whole matrices and ZeRO stage {plugin['zero_optimization']['stage']} "
-                "cuts them up; use ZeRO stage 0, plain accelerate launch, or adamw"
+                f"train.optimizer=muon needs whole matrices and ZeRO stage {zero} cuts them up; use ZeRO stage 0, "
+                "plain accelerate launch, or adamw"
             )
         plugin.update(
             train_micro_batch_size_per_gpu=config.train.batch_size,
             gradient_accumulation_steps=wanted,
-            gradient_clipping=config.train.max_grad_norm,
+            # without ZeRO the loop clips, see train.step.optimizer_step
+            gradient_clipping=config.train.max_grad_norm if zero else 0.0,
             zero_allow_untested_optimizer=True,
         )
         for key in ("bf16", "fp16"):
@@ -145,9 +158,7 @@ def sampled_head(
 
 def run_identity(config: Config, schedule: Schedule) -> str:
     """What a resumed run must have in common with the interrupted one for its steps to be the same."""
-    options = config.train.model_dump(
-        exclude={"log_every", "checkpoint_every", "keep_checkpoints", "loss_chunk"}
-    )
+    options = config.train.model_dump(exclude=FREE)
     return fingerprint(
         [
             config.seed,

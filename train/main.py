@@ -109,7 +109,8 @@ def train(
     optimizer: Any = make_optimizer(model, options)
     model, optimizer = accelerator.prepare(model, optimizer)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    head = load_head(run_dir / "states", device=device, dtype=dtype)
+    shape = accelerator.unwrap_model(model).shape
+    head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(shape)
     sampled = sampled_head(config, reader, head)
 
     start = 0

@@ -102,7 +102,7 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
     model = DFlashDrafter(released.config, released.shape)
     state = {
         name: tensor
-        for name, tensor in _tensors(folder).items()
+        for name, tensor in read_tensors(folder).items()
         if not name.startswith(released.targets_own)
     }
     ours = {name: p.shape for name, p in model.state_dict().items()}
@@ -125,7 +125,7 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
     return model.to(dtype)
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of one or several files, without the prefix `model.` that some writers put."""
     files = [WEIGHTS]
     if (folder / INDEX).exists():

@@ -27,6 +27,7 @@ from configs.schema import Config
 from extract.head import load_head
 from extract.shards import ShardReader
 from extract.window import WindowReader
+from train import export
 from train.batches import StepDataset, step_batches
 from train.build import build_drafter
 from train.card import model_card
@@ -56,6 +57,9 @@ from train.tracking import Tracker
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in (["export"], ["push"]):
+        return export.main(argv)
     parser = argparse.ArgumentParser(
         description="Train a DFlash drafter on extracted states.",
         epilog="example: accelerate launch train/main.py --config configs/smollm2-demo.yaml",

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from configs.load import UserError, load_config
+from extract.head import TargetHead, save_head
+from extract.manifest import TargetInfo
+from tests.conftest import write_config
 from tests.test_train_drafter import small_drafter
+from train.build import build_drafter
 from train.drafter import FULL, SLIDING, DFlashDrafter
-from train.layout import load_drafter
+from train.layout import load_drafter, save_drafter
 
 # The settings of a Qwen3 config as released folders give them, for tests.test_train_drafter.small_drafter.
 LAYERS: dict[str, Any] = {
@@ -205,3 +211,80 @@ def test_a_mask_embedding_of_its_own_is_refused(tmp_path):
     (folder / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
         load_drafter(folder)
+
+
+# --- continuing from one ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def experiment(tmp_path, tiny_target):
+    """(settings -> config, manifest) of an experiment that fits a released folder `start` of small_drafter's shape."""
+    states = tmp_path / "run" / "states"
+    states.mkdir(parents=True)
+    table = torch.ones(60, 32)
+    save_head(TargetHead(table, table, scale=5.5, soft_cap=30.0), states, torch.float32)
+    manifest: Any = SimpleNamespace(
+        target_layer_ids=(1, 3),
+        mask_token_id=59,
+        num_target_layers=6,
+        hidden_size=32,
+        data_fingerprint="da7a",
+        target=TargetInfo(id="target", revision=None, fingerprint="f00d"),
+        enable_thinking=None,
+    )
+
+    def config(**sections: Any) -> Any:
+        drafter = {
+            "block_size": 4, "num_layers": 2, "target_layer_ids": [1, 3], "mask_token_id": 59,
+            "init_from": str(tmp_path / "start"), **sections.pop("drafter", {}),
+        }  # fmt: skip
+        return load_config(
+            write_config(tmp_path / "config.yaml", tiny_target, drafter=drafter, **sections)
+        )
+
+    return config, manifest
+
+
+@pytest.mark.parametrize("released", [OLD | GEMMA, SPECULATORS, NEW | WINDOW])
+def test_training_goes_on_from_a_released_folder(tmp_path, experiment, released):
+    config, manifest = experiment
+    model = small_drafter().float()
+    write(tmp_path / "start", released, model)
+    got = build_drafter(config(), manifest)
+    assert torch.equal(got.fc.weight, model.fc.weight)
+    assert got.shape.num_target_layers == 6  # the speculators layout does not say
+    wanted = GEMMA["input_embedding_scale"] if released == OLD | GEMMA else 1.0
+    assert got.shape.input_embedding_scale == wanted  # the drafter's own way with the table
+    assert got.origin["target"]["fingerprint"] == "f00d"
+    save_drafter(got, got.state_dict(), tmp_path, torch.float32)
+    assert load_drafter(tmp_path).shape == got.shape
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"drafter": {"block_size": 8}}, "block size 4 and 2 layers, the config says 8 and 2"),
+        ({"drafter": {"head_dim": 16}}, "head_dim is 16 but .* has 8"),
+        (
+            {"drafter": {"sliding_layers": [1], "sliding_window": 16}},
+            r"sliding_(layers|window) is .* remove it",
+        ),
+        (
+            {"extract": {"store_last_hidden": True}, "train": {"distillation": 0.5}},
+            "final_logit_softcapping None and the target 30.0",
+        ),
+    ],
+)
+def test_a_setting_that_the_released_folder_overrules_is_an_error(
+    tmp_path, experiment, sections, message
+):
+    config, manifest = experiment
+    write(tmp_path / "start", OLD, small_drafter())
+    with pytest.raises(UserError, match=message):
+        build_drafter(config(**sections), manifest)
+
+
+def test_a_new_drafter_uses_the_tables_as_its_target_does(experiment):
+    config, manifest = experiment
+    got = build_drafter(config(drafter={"init_from": None}), manifest)
+    assert (got.shape.input_embedding_scale, got.shape.final_logit_softcapping) == (5.5, 30.0)

@@ -2,8 +2,8 @@
 
     python speculators_driver.py EXPORT CHECKPOINT TARGET OUT
 
-OUT gets loaded.safetensors (what its loader made of EXPORT), config.json (what it understood) and converted/ (what its own
-converter makes of CHECKPOINT).
+OUT gets loaded.safetensors (what its loader made of EXPORT), config.json (what it understood) and converted/ (what its
+own converter makes of CHECKPOINT).
 """
 
 from __future__ import annotations

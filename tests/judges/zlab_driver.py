@@ -3,8 +3,8 @@
     python zlab_driver.py TARGET DRAFT ids.json MAX_NEW_TOKENS out.json logits.safetensors WRITTEN
 
 ids.json is a list of prompts' token ids. out.json gets, for each, the new tokens and z-lab's acceptance lengths (bonus
-included, cut at a stop token and at the limit). The safetensors file gets the logits of the first round of prompt 0, and the
-folder WRITTEN the drafter as z-lab's class writes it.
+included, cut at a stop token and at the limit). The safetensors file gets the logits of the first round of prompt 0,
+and the folder WRITTEN the drafter as z-lab's class writes it.
 """
 
 from __future__ import annotations

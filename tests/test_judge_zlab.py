@@ -1,4 +1,4 @@
-"""z-lab's own package loads our checkpoint folder unchanged and accepts what we accept."""
+"""z-lab's own package loads our checkpoint folder unchanged and accepts what we accept, and what it writes loads here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,22 @@ from train.layout import load_drafter
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]
 LIMIT = 40
+FAMILY: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 6}
+}
 
 
 @pytest.mark.parametrize(
-    ("family", "sliding"), [("qwen3", False), ("qwen3", True), ("llama", False)]
+    ("family", "sliding"),
+    # gemma3 multiplies its embedding, which z-lab's loop leaves to the drafter's input_embedding_scale
+    [("qwen3", False), ("qwen3", True), ("llama", False), ("gemma3_text", False)],
 )
 def test_zlab_accepts_the_same_lengths(tmp_path, family, sliding):
     from configs.load import load_config
 
     config_file = write_config(
         tmp_path / "config.yaml",
-        make_target(tmp_path / "target", family=family, tie_word_embeddings=False),
+        make_target(tmp_path / "target", family=family, **FAMILY.get(family, {})),
         drafter={"sliding_window": 16, "sliding_layers": [0], "causal_sliding": True}
         if sliding
         else {},
@@ -51,18 +57,25 @@ def test_zlab_accepts_the_same_lengths(tmp_path, family, sliding):
     python = os.environ["ZLAB_PYTHON"]
     subprocess.run(
         [python, Path(__file__).parent / "judges" / "zlab_driver.py", tmp_path / "target", folder,
-         tmp_path / "ids.json", str(LIMIT), tmp_path / "out.json", tmp_path / "logits.safetensors"],
+         tmp_path / "ids.json", str(LIMIT), tmp_path / "out.json", tmp_path / "logits.safetensors",
+         tmp_path / "written"],
         check=True,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
     )  # fmt: skip
 
     drafter, head = load_drafter(folder).eval(), head_of(target)
+    written = load_drafter(tmp_path / "written")
+    assert (
+        written.shape == drafter.shape and written.config.layer_types == drafter.config.layer_types
+    )
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(written.state_dict()[name], value), name
     verifier, drafting = Verifier(target, drafter.shape.target_layer_ids), Drafting(drafter, head)
     logits, features = verifier.prefill(prompts[0])
     drafting.append(features)
     ours = drafting.draft(int(logits.argmax()))
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
     compared = 0
     for prompt, answer in zip(

@@ -1,4 +1,4 @@
-"""A real vLLM serves our checkpoint folder unchanged and accepts what we accept."""
+"""A real vLLM serves our checkpoint folder, and its speculators export, and accepts what we accept."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from configs.load import load_config
 from extract.target import locate, unpack_gguf
 from tests.test_pipeline import run
+from train import export
 from train.checkpoint import complete_checkpoints
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
@@ -42,21 +43,23 @@ SETTINGS = {
 
 
 @contextmanager
-def vllm(target: Path, drafter: Path, log: Path) -> Iterator[str]:
-    """vLLM on loopback. In float32 its text is ours, and with the text the rounds."""
+def vllm(target: Path, drafter: Path | None, log: Path) -> Iterator[str]:
+    """vLLM on loopback. In float32 its text is ours, and with the text the rounds.
+
+    Without a drafter, `target` is an export in the speculators layout, which names its target itself.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    speculative = {
-        "method": "dflash",
-        "model": str(drafter),
-        "num_speculative_tokens": json.loads((drafter / "config.json").read_text())["block_size"]
-        - 1,
-    }
+    speculative: list[str] = []
+    if drafter is not None:
+        size = json.loads((drafter / "config.json").read_text())["block_size"]
+        options = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": size - 1}
+        speculative = ["--speculative-config", json.dumps(options)]
     command = [
         os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server",
         "--host", "127.0.0.1", "--port", str(port), "--model", str(target), "--dtype", "float32",
-        "--speculative-config", json.dumps(speculative), "--enforce-eager", "--max-model-len", "1024",
+        *speculative, "--enforce-eager", "--max-model-len", "1024",
     ]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -91,19 +94,31 @@ def chain(run_dir: Path, mode: str) -> dict[str, Any]:
     return dict(row)
 
 
-def test_vllm_accepts_what_live_decoding_accepts(tmp_path):
-    settings = SETTINGS | {"run_dir": tmp_path / "run", "tracking.wandb": "disabled"}
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """A run folder with one checkpoint and its live evaluation, and the arguments that made it."""
+    folder = tmp_path_factory.mktemp("served") / "run"
+    settings = SETTINGS | {"run_dir": folder, "tracking.wandb": "disabled"}
     sets = [x for key, value in settings.items() for x in ("--set", f"{key}={value}")]
     common = ("--config", "configs/smollm2-demo.yaml", *sets)
-    run("extract/main.py", *common)
-    run("train/main.py", *common)
+    for stage in ("extract/main.py", "train/main.py"):
+        run(stage, *common)
     run("eval/main.py", *common, "--mode", "live")
-    (checkpoint,) = complete_checkpoints(tmp_path / "run")
-    config = load_config("configs/smollm2-demo.yaml")
-    target = Path(unpack_gguf(locate(config.target)).source)
-    with vllm(target, checkpoint, tmp_path / "vllm.log") as url:
-        out = run("eval/main.py", *common, "--mode", "served", "--server", url)
-    live, served = chain(tmp_path / "run", "live"), chain(tmp_path / "run", "served")
+    return folder, common
+
+
+@pytest.mark.parametrize("layout", ["native", "speculators"])
+def test_vllm_accepts_what_live_decoding_accepts(tmp_path, trained, layout):
+    folder, common = trained
+    (checkpoint,) = complete_checkpoints(folder)
+    target = Path(unpack_gguf(locate(load_config("configs/smollm2-demo.yaml").target)).source)
+    server: tuple[Path, Path | None] = (target, checkpoint)
+    if layout == "speculators":
+        export.write(checkpoint, "speculators", tmp_path / "out", str(target))
+        server = (tmp_path / "out", None)
+    with vllm(*server, tmp_path / "vllm.log") as url:
+        out = run("eval/main.py", *common, "--mode", "served", "--server", url, "--again")
+    live, served = chain(folder, "live"), chain(folder, "served")
     print(out, live, served, sep="\n")
     assert served["prompts"] == live["prompts"] == 12
     assert live["tau"] > 1.5, "the drafter learned too little for this test to see anything"

@@ -169,7 +169,7 @@ def layer_masks(
             anchors,
             shape.block_size,
             window=config.sliding_window if kind == SLIDING else None,
-            causal=kind == SLIDING and shape.causal_sliding,
+            causal=shape.causal(kind),
         )
         masks[kind] = make(rule, rows, slots, document.shape[1] + slots, anchors.device)
     return masks

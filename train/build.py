@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,51 @@ import torch
 from torch import Tensor, nn
 
 from configs.load import UserError
+from configs.provenance import fingerprint
 from configs.schema import Config
+from extract.head import read_use
 from extract.manifest import Manifest, require
 from extract.target import Target, load_model_config, load_target, locate, unpack_gguf
 from train.drafter import FULL, SLIDING, DFlashDrafter, DraftShape, drafter_config
-from train.layout import load_drafter
+from train.layout import expected_of_states, load_drafter
+
+WIDTHS = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+)
 
 
 def build_drafter(config: Config, manifest: Manifest) -> DFlashDrafter:
     """The drafter that training starts from, in float32, the same on every rank."""
+    source = config.drafter.init_from
+    if source in (None, "target"):
+        model = fresh(config, manifest)
+        model.reset_parameters(config.seed)
+        if source == "target":
+            start_from_target(model, load_target(config.target, dtype="float32"))
+    else:
+        model = continued(Path(str(source)), config, manifest)
+    model.origin = {
+        "config_fingerprint": fingerprint(config.model_dump(mode="json")),
+        "data_fingerprint": manifest.data_fingerprint,
+        "target": manifest.target.model_dump(),
+        "enable_thinking": manifest.enable_thinking,
+    }
+    return model
+
+
+def fresh(config: Config, manifest: Manifest) -> DFlashDrafter:
+    """A drafter of the configured shape that uses the target's tables as the target does; weights still to be set."""
     options = config.drafter
-    if options.init_from not in (None, "target"):
-        return continued(Path(str(options.init_from)), config, manifest)
+    scale, soft_cap = read_use(Path(config.run_dir) / "states")
     target_config = load_model_config(config.target, unpack_gguf(locate(config.target)))
     layer_types = [
         SLIDING if i in options.sliding_layers else FULL for i in range(options.num_layers)
     ]
-    model = DFlashDrafter(
+    return DFlashDrafter(
         drafter_config(
             target_config,
             num_hidden_layers=options.num_layers,
@@ -43,12 +72,10 @@ def build_drafter(config: Config, manifest: Manifest) -> DFlashDrafter:
             target_layer_ids=manifest.target_layer_ids,
             num_target_layers=manifest.num_target_layers,
             causal_sliding=options.causal_sliding,
+            input_embedding_scale=scale,
+            final_logit_softcapping=soft_cap,
         ),
     )
-    model.reset_parameters(config.seed)
-    if options.init_from == "target":
-        start_from_target(model, load_target(config.target, dtype="float32"))
-    return model
 
 
 def continued(folder: Path, config: Config, manifest: Manifest) -> DFlashDrafter:
@@ -62,20 +89,32 @@ def continued(folder: Path, config: Config, manifest: Manifest) -> DFlashDrafter
     except ValueError as error:
         raise UserError(str(error)) from None
     shape = model.shape
-    require(
-        manifest,
-        folder,
-        target_layer_ids=shape.target_layer_ids,
-        mask_token_id=shape.mask_token_id,
-        num_target_layers=shape.num_target_layers,
-        hidden_size=model.config.hidden_size,
-    )
+    require(manifest, folder, **expected_of_states(model.config, shape))
     wanted = (config.drafter.block_size, config.drafter.num_layers)
     if (shape.block_size, model.config.num_hidden_layers) != wanted:
         raise UserError(
             f"{folder} has block size {shape.block_size} and {model.config.num_hidden_layers} layers, the config says "
             f"{wanted[0]} and {wanted[1]}"
         )
+    sliding = [i for i, kind in enumerate(model.config.layer_types) if kind == SLIDING]
+    found = {
+        **{name: getattr(model.config, name) for name in WIDTHS},
+        "sliding_layers": tuple(sliding),
+        "causal_sliding": shape.causal_sliding,
+    }
+    for name in config.drafter.model_fields_set & found.keys():
+        given = getattr(config.drafter, name)
+        if given is not None and given != found[name]:
+            raise UserError(
+                f"drafter.{name} is {given} but {folder} has {found[name]}; remove it or start anew"
+            )
+    _, soft_cap = read_use(Path(config.run_dir) / "states")
+    if config.train.distillation > 0 and soft_cap != shape.final_logit_softcapping:
+        raise UserError(
+            f"train.distillation needs one soft cap for both, but {folder} has final_logit_softcapping "
+            f"{shape.final_logit_softcapping} and the target {soft_cap}; set train.distillation to 0"
+        )
+    model.shape = replace(shape, num_target_layers=manifest.num_target_layers)
     return model
 
 

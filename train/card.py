@@ -1,31 +1,154 @@
-"""The model card of a checkpoint."""
+"""The model card of a checkpoint: README.md, for a person and for the hub."""
 
 from __future__ import annotations
 
-from configs.schema import Config
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.load import dump_config, resolve_input
+from configs.provenance import fingerprint
+from configs.schema import Config, TargetConfig
 from extract.manifest import Manifest, Totals
+
+# eval/card.py puts its table between these two
+ACCEPTANCE = ("<!-- acceptance -->", "<!-- end of acceptance -->")
+PATH = "PATH_OF_THIS_FOLDER"
 
 
 def model_card(config: Config, manifest: Manifest, data: Totals, step: int) -> str:
     """README.md: what it drafts for, every convention, how it was made and how it is served."""
-    drafter, taps = config.drafter, list(manifest.target_layer_ids)
+    drafter, target = config.drafter, manifest.target
+    base, license_name = origin_of(config.target)
+    front = {
+        "base_model": base,
+        "license": license_name,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["dflash", "speculative-decoding", "draft-model", "paceline"],
+    }
+    thinking = {None: "the chat template's default", True: "on", False: "off"}
+    facts = {
+        "drafts for": f"{target.id}{f' at {target.revision}' if target.revision else ''}",
+        "target fingerprint": f"`{target.fingerprint}`",
+        "thinking mode": thinking[manifest.enable_thinking],
+        "block size": f"{drafter.block_size}: slot 0 is the last accepted token and predicts nothing, "
+        f"{drafter.block_size - 1} drafts",
+        "layers": _layers(config),
+        "taps": f"{list(manifest.target_layer_ids)} of {manifest.num_target_layers}: {manifest.tap_convention}",
+        "mask token": str(manifest.mask_token_id),
+        "trained on": f"{data.samples:,} samples, {data.supervised_tokens:,} answer tokens, {_answers(manifest)}",
+        "data fingerprint": f"`{manifest.data_fingerprint}`",
+        "step": f"{step}, seed {config.seed}, {config.train.optimizer} {config.train.learning_rate:g}",
+        "config fingerprint": f"`{fingerprint(config.model_dump(mode='json'))}`",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    header = yaml.safe_dump({k: v for k, v in front.items() if v}, sort_keys=False)
     return f"""---
-library_name: transformers
-tags: [dflash, speculative-decoding, paceline]
----
+{header}---
 
-# DFlash drafter for {manifest.target.id}
+# DFlash drafter for {target.id}
+
+A block-diffusion drafter for speculative decoding. It has no embedding and no head: it uses the target's.
 
 | | |
 |---|---|
-| drafts for | {manifest.target.id} (weights fingerprint `{manifest.target.fingerprint}`) |
-| block size | {drafter.block_size} (slot 0 is the last accepted token, {drafter.block_size - 1} drafts) |
-| layers | {drafter.num_layers} |
-| taps | {taps}: {manifest.tap_convention} |
-| mask token | {manifest.mask_token_id} |
-| thinking mode | {manifest.enable_thinking} |
-| trained on | {data.samples} samples, {data.supervised_tokens:,} answer tokens ({manifest.answers.source}) |
-| step | {step}, seed {config.seed}, {config.train.optimizer} {config.train.learning_rate:g} |
+{table}
 
-Trained with Paceline. Acceptance lengths: `evals/step-{step:06d}/report.md` of the run folder.
+## Acceptance length
+
+{ACCEPTANCE[0]}
+Not evaluated yet: `python eval/main.py --config config.yaml --checkpoint {PATH}`.
+{ACCEPTANCE[1]}
+
+## Serve it
+
+`config.json` spells out every convention, and engines load this folder as it is.
+
+vLLM:
+
+    {serve_vllm(base or target.id, PATH, drafter.block_size)}
+
+SGLang:
+
+    {serve_sglang(base or target.id, PATH, drafter.block_size)}
+
+## Reproduce it
+
+    python launch/main.py run --config config.yaml
+
+with this config.yaml (Paceline, `train/main.py`):
+
+```yaml
+{dump_config(config).strip()}
+```
 """
+
+
+def serve_vllm(target: str, drafter: str, block_size: int) -> str:
+    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
+    return f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'"
+
+
+def serve_sglang(target: str, drafter: str, block_size: int) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {block_size}"
+    )
+
+
+def origin_of(target: TargetConfig) -> tuple[str | None, str | None]:
+    """(hub id, license) of a target, as far as its folder or package tells without asking the hub."""
+    if target.package is not None:
+        try:
+            about = metadata.metadata(target.package)
+        except metadata.PackageNotFoundError:
+            return None, None
+        return None, _spdx(about.get("License-Expression") or about.get("License"))
+    assert target.path is not None
+    folder = resolve_input(target.path, None)
+    if folder is None:
+        return target.path, None
+    front = _front_matter(folder / "README.md")
+    name = front.get("model_id") or front.get("base_model")
+    return (name if isinstance(name, str) else None), _spdx(front.get("license"))
+
+
+def _spdx(name: Any) -> str | None:
+    """As the hub writes licenses, `apache-2.0`; None for what is no short name."""
+    text = str(name or "").strip().lower().replace(" ", "-")
+    return text if re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,30}", text) else None
+
+
+def _front_matter(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if not (found := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)):
+        return {}
+    try:
+        front = yaml.safe_load(found[1])
+    except yaml.YAMLError:
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _layers(config: Config) -> str:
+    options = config.drafter
+    if not options.sliding_layers:
+        return f"{options.num_layers}, full attention, bidirectional inside the block"
+    inside = "causal" if options.causal_sliding else "bidirectional"
+    return (
+        f"{options.num_layers}; {list(options.sliding_layers)} see {options.sliding_window} positions and are {inside} "
+        "inside the block, the others see everything and are bidirectional"
+    )
+
+
+def _answers(manifest: Manifest) -> str:
+    answers = manifest.answers
+    if answers.source == "given":
+        return "answers as the data gives them"
+    how = "greedily" if answers.greedy else f"at temperature {answers.temperature}"
+    return f"answered by the target itself, {how}"

@@ -35,8 +35,17 @@ class DraftShape:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    causal_sliding: bool = False
+    num_target_layers: int | None  # None: the checkpoint does not say
+    causal_sliding: bool = False  # inside the block, in sliding layers
+    causal_full: bool = False  # the same in full layers
+    # How the drafter uses the target's tables: their rows times a factor, its own logits times another, then capped.
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    def causal(self, kind: str) -> bool:
+        """Whether a slot in a layer of this kind sees nothing of its block beyond itself."""
+        return self.causal_sliding if kind == SLIDING else self.causal_full
 
 
 class RMSNorm(nn.Module):
@@ -130,6 +139,7 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(config)  # no parameters and no persistent buffers
         self.autocast: torch.dtype | None = None  # training precision; weights stay float32
+        self.origin: dict[str, Any] = {}  # what made it; goes into config.json
 
     @property
     def block_size(self) -> int:
@@ -171,7 +181,8 @@ class DFlashDrafter(nn.Module):
         for layer, kind, kv in zip(self.layers, self.config.layer_types, context, strict=True):
             x = layer(x, rope, kv, masks[kind])
         out: Tensor = self.norm(x)
-        return out
+        factor = self.shape.output_multiplier
+        return out * factor if factor != 1.0 else out
 
     def forward(
         self,
@@ -196,6 +207,7 @@ def drafter_config(target: Any, **overrides: Any) -> Qwen3Config:
         # per-layer-type or multimodal rope: the drafter rotates plainly with the target's base
         theta = rope.get("rope_theta") or rope.get(FULL, {}).get("rope_theta", 10_000.0)
         rope = {"rope_type": "default", "rope_theta": theta}
+    rope.pop("partial_rotary_factor", None)  # a drafter rotates whole heads; vLLM would follow it
     heads = target.num_attention_heads
     fields: dict[str, Any] = {
         "hidden_size": target.hidden_size,

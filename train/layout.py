@@ -1,4 +1,7 @@
-"""The checkpoint layout that serving engines load: model.safetensors and config.json (z-lab DFlash)."""
+"""A drafter on disk: model.safetensors and config.json, in the layout that engines load (z-lab DFlash).
+
+Written with every convention explicit; read in any layout that train/released.py knows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from train.drafter import SLIDING, DFlashDrafter, DraftShape
+from train.drafter import DFlashDrafter, DraftShape
+from train.released import read_released
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def save_drafter(
@@ -20,89 +26,113 @@ def save_drafter(
     """Write model.safetensors and config.json in the published layout (z-lab DFlash)."""
     names = set(model.state_dict())
     assert set(state) == names, f"weights to save differ from the drafter's: {set(state) ^ names}"
+    write_weights(state, folder, dtype)
+    write_config(checkpoint_config(model, dtype), folder)
+
+
+def write_weights(state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in state.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(
-        0o644
-    )  # safetensors leaves it to its owner alone; eval jobs read it too
-    (folder / "config.json").write_text(
-        json.dumps(checkpoint_config(model, dtype), indent=2) + "\n"
-    )
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    # safetensors leaves it to its owner alone; eval jobs read it too
+    (folder / WEIGHTS).chmod(0o644)
+
+
+def write_config(config: dict[str, Any], folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def checkpoint_config(model: DFlashDrafter, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a checkpoint: a Qwen3 config plus every DFlash convention, written out."""
+    """config.json of a checkpoint: a Qwen3 config plus every DFlash convention, written out.
+
+    What engines look for in two places (at the top level or in dflash_config) stands in both.
+    """
     shape = model.shape
+    assert shape.num_target_layers is not None, "a drafter is saved for a target that is known"
     out: dict[str, Any] = model.config.to_dict()
-    if shape.causal_sliding:
+    if shape.causal_full:
+        out["is_causal"] = True
+    elif shape.causal_sliding:
         # absent means "sliding layers causal, full layers not" to the engines; a value rules all layers
         out.pop("is_causal", None)
     else:
         out["is_causal"] = False
+    twice = {
+        "block_size": shape.block_size,
+        "num_target_layers": shape.num_target_layers,
+        "input_embedding_scale": shape.input_embedding_scale,
+        "output_multiplier": shape.output_multiplier,
+        "final_logit_softcapping": shape.final_logit_softcapping,
+    }
     out.update(
         architectures=["DFlashDraftModel"],
         model_type="qwen3",
         dtype=str(dtype).removeprefix("torch."),
-        block_size=shape.block_size,
-        num_target_layers=shape.num_target_layers,
+        **twice,
         dflash_config={
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
             "sample_from_anchor": False,
+            **twice,
         },
     )
+    if model.origin:
+        out["paceline"] = model.origin
     return out
 
 
 def load_shape(folder: Path) -> tuple[Qwen3Config, DraftShape]:
     """What a checkpoint's config.json says. Raises ValueError, in one sentence, for what this code cannot represent."""
-    file = folder / "config.json"
-    if not file.exists():
-        raise ValueError(f"{folder} is not a drafter checkpoint: it has no config.json")
-    raw = json.loads(file.read_text())
-    dflash = raw.get("dflash_config") or {}
-    if "DFlashDraftModel" not in (raw.get("architectures") or []):
-        raise ValueError(
-            f"{file} is of architecture {raw.get('architectures')}, not DFlashDraftModel"
-        )
-    if dflash.get("sample_from_anchor"):
-        raise ValueError(
-            f"{file} drafts from slot 0 as well (sample_from_anchor), which is not supported"
-        )
-    if raw.get("is_causal"):
-        raise ValueError(
-            f"{file} is causal inside the block in every layer (is_causal), which is not supported"
-        )
-    names = ("block_size", "num_target_layers", "mask_token_id", "target_layer_ids")
-    found = {
-        name: dflash.get(name, raw.get(name)) for name in names
-    }  # nested wins, as in the engines
-    missing = [name for name, value in found.items() if value is None]
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
-    sliding = SLIDING in (raw.get("layer_types") or [])
-    shape = DraftShape(
-        block_size=found["block_size"],
-        mask_token_id=found["mask_token_id"],
-        target_layer_ids=tuple(found["target_layer_ids"]),
-        num_target_layers=found["num_target_layers"],
-        causal_sliding=sliding and raw.get("is_causal") is None,
-    )
-    return Qwen3Config.from_dict(raw), shape
+    released = read_released(folder)
+    return released.config, released.shape
+
+
+def expected_of_states(config: Qwen3Config, shape: DraftShape) -> dict[str, Any]:
+    """What a drafter asks of the states that it reads, by the names of a manifest."""
+    depth = shape.num_target_layers
+    return {
+        "target_layer_ids": shape.target_layer_ids,
+        "mask_token_id": shape.mask_token_id,
+        "hidden_size": config.hidden_size,
+    } | ({} if depth is None else {"num_target_layers": depth})
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
     """A drafter from a checkpoint folder. Raises ValueError as load_shape does, and for weights that do not fit."""
-    config, shape = load_shape(folder)
-    model = DFlashDrafter(config, shape)
-    state = load_file(folder / "model.safetensors")
-    problems = model.load_state_dict(state, strict=False)
-    if problems.missing_keys or problems.unexpected_keys:
+    released = read_released(folder)
+    model = DFlashDrafter(released.config, released.shape)
+    state = {
+        name: tensor
+        for name, tensor in read_tensors(folder).items()
+        if not name.startswith(released.targets_own)
+    }
+    ours = {name: p.shape for name, p in model.state_dict().items()}
+    missing, unexpected = ours.keys() - state.keys(), state.keys() - ours.keys()
+    if missing or unexpected:
         raise ValueError(
-            f"{folder}/model.safetensors does not fit its config.json: "
-            f"missing {problems.missing_keys[:3]}, unexpected {problems.unexpected_keys[:3]}"
+            f"{folder}/{WEIGHTS} does not fit its config.json: "
+            f"missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}"
+        )
+    if wrong := [n for n in ours if state[n].shape != ours[n]]:
+        raise ValueError(
+            f"{folder}/{WEIGHTS} does not fit its config.json: {wrong[0]} is {list(state[wrong[0]].shape)} and should "
+            f"be {list(ours[wrong[0]])}"
         )
     zero = [k for k, v in state.items() if v.dim() > 1 and not v.any()]
     if zero:
-        raise ValueError(f"{folder}/model.safetensors has all-zero matrices: {zero[:3]}")
+        raise ValueError(f"{folder}/{WEIGHTS} has all-zero matrices: {zero[:3]}")
+    model.load_state_dict(state)
+    model.origin = json.loads((folder / "config.json").read_text()).get("paceline", {})
     return model.to(dtype)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of one or several files, without the prefix `model.` that some writers put."""
+    files = [WEIGHTS]
+    if (folder / INDEX).exists():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    out: dict[str, Tensor] = {}
+    for name in files:
+        if not (folder / name).exists():
+            raise ValueError(f"{folder} is not a drafter checkpoint: it has no {name}")
+        out |= load_file(folder / name)
+    return {name.removeprefix("model."): tensor for name, tensor in out.items()}

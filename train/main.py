@@ -26,6 +26,7 @@ from configs.schema import Config
 from extract.head import load_head
 from extract.shards import ShardReader
 from extract.window import WindowReader
+from train import export
 from train.batches import StepDataset, step_batches
 from train.build import build_drafter
 from train.card import model_card
@@ -57,6 +58,9 @@ from train.tracking import Tracker
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in (["export"], ["push"]):
+        return export.main(argv)
     parser = argparse.ArgumentParser(
         description="Train a DFlash drafter on extracted states.",
         epilog="example: accelerate launch train/main.py --config configs/smollm2-demo.yaml",
@@ -110,7 +114,8 @@ def train(
     optimizer: Any = make_optimizer(model, options)
     model, optimizer = accelerator.prepare(model, optimizer)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    head = load_head(run_dir / "states", device=device, dtype=dtype)
+    shape = accelerator.unwrap_model(model).shape
+    head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(shape)
     sampled = sampled_head(config, reader, head)
 
     start = 0

@@ -1,9 +1,10 @@
 """Run z-lab's own DFlash loop (PyPI `dflash` 0.1.0, unchanged) greedily in float32, in an interpreter of its own.
 
-    python zlab_driver.py TARGET DRAFT ids.json MAX_NEW_TOKENS out.json logits.safetensors
+    python zlab_driver.py TARGET DRAFT ids.json MAX_NEW_TOKENS out.json logits.safetensors WRITTEN
 
 ids.json is a list of prompts' token ids. out.json gets, for each, the new tokens and z-lab's acceptance lengths (bonus
-included, cut at a stop token and at the limit). The safetensors file gets the logits of the first round of prompt 0.
+included, cut at a stop token and at the limit). The safetensors file gets the logits of the first round of prompt 0,
+and the folder WRITTEN the drafter as z-lab's class writes it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from transformers import AutoModelForCausalLM
 zlab._cuda_time = time.perf_counter  # its statistics synchronise with CUDA, which is not there
 
 
-def main(target_dir: str, draft_dir: str, prompts: str, limit: str, out: str, logits: str) -> None:
+def main(
+    target_dir: str, draft_dir: str, prompts: str, limit: str, out: str, logits: str, written: str
+) -> None:
     torch.set_num_threads(1)
     target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     draft, info = zlab.DFlashDraftModel.from_pretrained(
@@ -30,6 +33,7 @@ def main(target_dir: str, draft_dir: str, prompts: str, limit: str, out: str, lo
     problems = {k: sorted(map(str, v)) for k, v in info.items() if v}
     assert not problems, f"z-lab does not load this checkpoint whole: {problems}"
     draft = draft.eval()
+    draft.save_pretrained(written)
 
     seen: list[torch.Tensor] = []
     original = draft.compute_logits

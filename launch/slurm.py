@@ -25,7 +25,7 @@ GRACE_SECONDS = 120  # between SIGTERM and the end of a job's time, to write a c
 
 RUN = """\
 again=0
-trap 'again=1; kill -TERM "$child" 2>/dev/null' TERM
+trap 'again=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # to the processes of srun; srun itself would kill them
 stage() {  # in the background, because the shell hears no signal while a command runs in the foreground
     "$@" &
     child=$!
@@ -116,7 +116,7 @@ def train_script(config: Config, args: argparse.Namespace) -> str:
         else:
             launcher += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
         launcher += ["--num_machines", str(options.nodes)]
-        if options.gpus_per_node:
+        if options.gpus_per_node or not args.accelerate_config:
             launcher += ["--num_processes", str(options.nodes * each)]
         if options.nodes > 1:  # DeepSpeed's own way would be ssh from the first node to the others
             launcher += ["--deepspeed_multinode_launcher", "standard"]
@@ -129,14 +129,14 @@ def train_script(config: Config, args: argparse.Namespace) -> str:
 
 
 def eval_script(config: Config, args: argparse.Namespace, stages: Sequence[str]) -> str:
-    common = common_arguments(args)
+    common, cores = common_arguments(args), f"--cpus-per-task={config.launch.slurm.cpus_per_task}"
     lines = []
     if "replay" in stages:
         command = [sys.executable, script("launch"), "watch", *common, "--mode", "replay"]
-        lines.append(f"stage {shlex.join(command)}\n")
+        lines.append(f"stage srun {cores} {shlex.join(command)}\n")
     if "live" in stages:
         command = [sys.executable, script("eval"), *common, "--mode", "live"]
-        lines.append(f"stage {shlex.join(command)}\n")
+        lines.append(f"stage srun {cores} {shlex.join(command)}\n")
     head = header(config, "eval", 1, 1, config.launch.slurm.cpus_per_task, gpus=1)
     return head + EVAL_NOTE + "".join(lines)
 

@@ -124,12 +124,15 @@ def train_script(config: Config, args: argparse.Namespace) -> str:
     cores = options.cpus_per_task * each
     head = header(config, "train", options.nodes, 1, cores)
     return (
-        head + TRAIN_NOTE + srun(f"exec {shlex.join(launcher)}{where} {shlex.join(command)}", cores)
+        head
+        + TRAIN_NOTE
+        + srun(f"exec {shlex.join(launcher)}{where} {shlex.join(command)}", cores, options.nodes)
     )
 
 
 def eval_script(config: Config, args: argparse.Namespace, stages: Sequence[str]) -> str:
-    common, cores = common_arguments(args), f"--cpus-per-task={config.launch.slurm.cpus_per_task}"
+    common = common_arguments(args)
+    cores = f"--ntasks=1 --cpus-per-task={config.launch.slurm.cpus_per_task}"
     lines = []
     if "replay" in stages:
         command = [sys.executable, script("launch"), "watch", *common, "--mode", "replay"]
@@ -192,11 +195,10 @@ def header(
     return "\n".join(lines) + f"\n\n{setup}{RUN}\n"
 
 
-def srun(command: str, cores: int) -> str:
+def srun(command: str, cores: int, tasks: int | None = None) -> str:
     """Run a shell command once a task; when one of them fails the others end too."""
-    return (
-        f"stage srun --kill-on-bad-exit=1 --cpus-per-task={cores} bash -c {shlex.quote(command)}\n"
-    )
+    how = "--kill-on-bad-exit=1" + f" --ntasks={tasks}" * (tasks is not None)
+    return f"stage srun {how} --cpus-per-task={cores} bash -c {shlex.quote(command)}\n"
 
 
 def _path(config: Config, name: str) -> Path:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +19,10 @@ import pytest
 from configs.load import UserError, load_config
 from launch.main import main, parser
 from launch.slurm import RUN, slurm_scripts
-from tests.conftest import write_config
+from tests.conftest import QUESTIONS, write_config, write_prompts
+from tests.slurm_cluster import cluster, require_slurm
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def scripts(config: Path, *more: str) -> dict[str, str]:
@@ -103,3 +112,66 @@ def test_a_stage_that_sigterm_stopped_goes_back_into_the_queue(
     assert job.wait(timeout=60) == status
     assert (tmp_path / "requeued").exists() == requeued
     assert not requeued or (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_a_real_queue_and_is_sent_back_twice(tiny_target, tmp_path):
+    """Extraction by two tasks and training by two processes, both stopped by SIGTERM on the way, then the evaluation."""
+    require_slurm()
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny_target,
+        data={
+            "prompts": [str(write_prompts(tmp_path / "many.jsonl", [f"{q} {i}" for i in range(8) for q in QUESTIONS]))],
+            "max_new_tokens": 96,
+        },
+        train={"max_steps": 300, "epochs": 99, "checkpoint_every": 300, "max_length": 48, "batch_size": 1},
+        launch={"slurm": {"gpus_per_node": 0, "cpus_per_task": 1, "time": "1:00:00", "sbatch": ["--ntasks-per-node=2"]}},
+    )  # fmt: skip
+    run_dir, submit = tmp_path / "run", [sys.executable, "launch/main.py", "submit"]
+    launcher = ["--accelerate-config", "configs/accelerate/cpu2.yaml"]
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path is short
+    with cluster(folder, cpus=2) as environment:
+        environment |= {"OMP_NUM_THREADS": "1"}
+
+        def say(*command: str) -> str:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+            )
+            return done.stdout
+
+        out = say(*submit, "--config", str(config), *launcher)
+        jobs = dict(re.findall(r"queued: (\w+) as job (\d+)", out))
+        assert list(jobs) == ["extract", "train", "eval"]
+
+        def facts(stage: str) -> dict[str, str]:
+            shown = say("scontrol", "show", "job", jobs[stage]).split()
+            return dict(part.split("=", 1) for part in shown if "=" in part)
+
+        def logs() -> str:
+            return "\n".join(f.read_text() for f in sorted((run_dir / "slurm").glob("*.out")))
+
+        def wait(done: Callable[[], bool], what: str) -> None:
+            deadline = time.monotonic() + 600
+            while not done():
+                assert time.monotonic() < deadline, f"{what} never came\n{logs()}"
+                time.sleep(0.1)
+
+        wait(lambda: any(run_dir.glob("conversations/*.jsonl")), "an answer")
+        say("scancel", "--batch", "--signal=TERM", jobs["extract"])
+        wait(lambda: facts("extract")["Restarts"] == "1", "extraction's way back into the queue")
+        metrics = run_dir / "metrics.jsonl"
+        wait(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "a step")
+        say("scancel", "--batch", "--signal=TERM", jobs["train"])
+        wait(lambda: facts("train")["Restarts"] == "1", "training's way back into the queue")
+        wait(
+            lambda: facts("eval")["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end"
+        )
+        assert [facts(stage)["JobState"] for stage in jobs] == ["COMPLETED"] * 3, logs()
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 301))
+    checkpoints = sorted(p.name for p in (run_dir / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 2 and checkpoints[-1] == "step-000300"  # one at SIGTERM
+    for name in (*checkpoints, "step-000300/live"):
+        assert json.loads((run_dir / "evals" / name / "results.json").read_text())["rows"]
+    shutil.rmtree(folder)

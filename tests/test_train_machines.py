@@ -60,12 +60,13 @@ def test_a_second_process_of_rank_0_is_refused(rank0_of_2, tmp_path):
 
 
 def together(*commands: list[str], **environment: str) -> None:
-    """Run all at the same time; each must end well."""
+    """Run all at the same time, with an environment as its ranks; each must end well."""
+    ranks = [{"RANK": str(i)} if environment else {} for i in range(len(commands))]
     running = [
         subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **ranks[rank]},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -92,7 +93,8 @@ def test_two_machines_torchrun_and_plain_python_train_as_one_process_does(tiny_t
 
     machines = copy("machines", 2)
     launcher = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml",
-                "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]  # fmt: skip
+                "--num_machines", "2", "--main_process_ip", "127.0.0.1",
+                "--main_process_port", str(free_port())]  # fmt: skip
     train = [TRAIN, "--config", str(machines)]
     together(*([*launcher, "--machine_rank", str(rank), *train] for rank in (0, 1)))
 

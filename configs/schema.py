@@ -326,6 +326,34 @@ class TrackingConfig(Section):
     name: str | None = Field(None, description="Unset: the run folder's name.")
 
 
+class SlurmConfig(Section):
+    """What every job of `launch/main.py submit` asks of the cluster."""
+
+    partition: str | None = Field(None, description="Unset: the cluster's default.")
+    account: str | None = Field(None, description="Unset: the user's default.")
+    nodes: int = Field(1, gt=0, description="Of extraction and of training.")
+    gpus_per_node: int = Field(
+        8, ge=0, description="One process each; 0 is a process a node, on its CPU."
+    )
+    cpus_per_task: int = Field(8, gt=0, description="Cores of every process.")
+    time: str = Field(
+        "24:00:00",
+        description="Limit of one job; one that reaches it saves its work and goes back into the queue.",
+    )
+    sbatch: tuple[str, ...] = Field(
+        (), description="More sbatch options, a line each, e.g. `--constraint=h100`."
+    )
+    setup: tuple[str, ...] = Field(
+        (), description="Shell commands before the first stage, e.g. `module load cuda`."
+    )
+
+
+class LaunchConfig(Section):
+    """Where a run happens. Nothing here changes its results."""
+
+    slurm: SlurmConfig = SlurmConfig()
+
+
 class Config(Section):
     run_dir: str = Field(min_length=1, description="Where everything of this run is written.")
     seed: int = Field(0, ge=0, lt=2**32)
@@ -336,6 +364,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
     def _across_rooms(self) -> Config:

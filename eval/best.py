@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from configs.schema import Config
-from eval.loading import fingerprint_of
+from eval.done import fingerprint_of
 from eval.metrics import Json
 from eval.results import latest_results
 from train.checkpoint import complete_checkpoints, record_best

@@ -26,29 +26,26 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
-from configs.provenance import FolderLock, provenance
+from configs.provenance import FolderLock, LockHeldError, provenance
 from configs.schema import Config, EvalConfig
 from eval import compare
 from eval.best import choose_best
 from eval.card import add_to_card
 from eval.decode import Decoded
+from eval.done import evaluated, fingerprint_of, lock_name, reported, results_folder, settings_of
 from eval.engines import connect
 from eval.live import live_sets
 from eval.loading import (
     checked_shape,
     checkpoints,
-    evaluated,
-    fingerprint_of,
     held_out_sets,
     load_checked,
-    results_folder,
-    settings_of,
     step_number,
 )
 from eval.metrics import MODES
 from eval.replay import replay_sets
 from eval.report import terminal_table, write_report
-from eval.results import invalid_rows, latest_results
+from eval.results import invalid_rows, latest_results, read_results
 from eval.selftest import describe, self_test, test_prompt
 from eval.served import served_sets
 from eval.track import log_results
@@ -57,6 +54,7 @@ from extract.head import load_head
 from extract.manifest import require
 from extract.shards import ShardReader
 from extract.target import DTYPES, Target, load_target, pick_device
+from train.checkpoint import DONE
 
 # rows, what the comparison with plain decoding found, notes
 Measured = tuple[list[dict[str, Any]], dict[str, Any] | None, list[str]]
@@ -80,56 +78,85 @@ def main(argv: list[str] | None = None) -> int | None:
     for note in (notes := notes_on(config.eval, args.mode)):
         print(note)
     measure = measurer(config, args.mode, args.server, sets)
-    settings = settings_of(config, args.mode, sets, args.server)
-    failed = False
-    with FolderLock(run_dir, f"eval-{args.mode}"):
-        for folder in folders:
-            out = results_folder(run_dir, folder, args.mode)
-            if not args.again and evaluated(out, folder, settings):
-                print(f"{folder.name} has {args.mode} results in {out}; --again evaluates it anew")
-                continue
-            started = time.monotonic()
-            rows, check, found = measure(folder)
-            results = {
-                "schema": 1,
-                "mode": args.mode,
-                "checkpoint": {
-                    "path": str(folder),
-                    "step": step_number(folder),
-                    "fingerprint": fingerprint_of(folder),
-                },
-                "target": next(iter(sets.values())).manifest.target.model_dump()
-                | {
-                    "dtype": "the server's own" if args.server else config.eval.dtype,
-                    "enable_thinking": config.target.enable_thinking,
-                },
-                "settings": settings,
-                "max_new_tokens": config.eval.max_new_tokens,
-                "sampling": {} if args.mode == "replay" else Sampler.of(config.eval).settings,
-                "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
-                "rows": rows,
-                "lossless_check": check,
-                "notes": [*notes, *found],
-            }
-            history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
-            write_report(out, results, history)
-            of_these_weights = [
-                r
-                for r in latest_results(run_dir)
-                if r["checkpoint"]["fingerprint"] == fingerprint_of(folder)
-            ]
-            add_to_card(folder, of_these_weights)
-            log_results(run_dir, config, results)
-            print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
-            print("\n".join([terminal_table(results), *found]))
-            print(f"report: {out / 'report.md'}", flush=True)
-            choose_best(run_dir, config, settings)  # now: training goes on deleting others
-            for row in invalid_rows(results):
-                print(f"error: {row}", file=sys.stderr)
-                failed = True
-        if best := choose_best(run_dir, config, settings):
-            print(best)
-    return 1 if failed else None
+    settings = settings_of(
+        config, args.mode, {name: r.manifest for name, r in sets.items()}, args.server
+    )
+    invalid: list[str] = []
+    for folder in folders:
+        try:
+            with FolderLock(run_dir, lock_name(folder, args.mode)):
+                out = results_folder(run_dir, folder, args.mode)
+                if not args.again and evaluated(out, folder, settings):
+                    if not reported(out):  # ended between the two
+                        history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
+                        write_report(out, read_results(out / "results.json"), history)
+                    print(
+                        f"{folder.name} has {args.mode} results in {out}; --again evaluates it anew"
+                    )
+                else:
+                    results = evaluate(config, args, folder, measure, settings, sets, notes)
+                    invalid += invalid_rows(results)
+        except LockHeldError as error:
+            if args.checkpoint != "all":
+                raise
+            print(f"skipped: {error.owner} is evaluating {folder.name}", flush=True)
+        except (UserError, FileNotFoundError):
+            if args.checkpoint != "all" or (folder / DONE).exists():
+                raise
+            print(f"{folder.name} went while it was evaluated", flush=True)
+    if best := choose_best(run_dir, config, settings):
+        print(best)
+    return 1 if invalid else None
+
+
+def evaluate(
+    config: Config,
+    args: argparse.Namespace,
+    folder: Path,
+    measure: Callable[[Path], Measured],
+    settings: str,
+    sets: dict[str, ShardReader],
+    notes: list[str],
+) -> dict[str, Any]:
+    """Measure a checkpoint and write its report. Nothing is written before all of it is measured."""
+    run_dir, started = Path(config.run_dir), time.monotonic()
+    out, weights = results_folder(run_dir, folder, args.mode), fingerprint_of(folder)
+    rows, check, found = measure(folder)
+    results = {
+        "schema": 1,
+        "mode": args.mode,
+        "checkpoint": {
+            "path": str(folder),
+            "step": step_number(folder),
+            "fingerprint": weights,
+        },
+        "target": next(iter(sets.values())).manifest.target.model_dump()
+        | {
+            "dtype": "the server's own" if args.server else config.eval.dtype,
+            "enable_thinking": config.target.enable_thinking,
+        },
+        "settings": settings,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "sampling": {} if args.mode == "replay" else Sampler.of(config.eval).settings,
+        "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
+        "rows": rows,
+        "lossless_check": check,
+        "notes": [*notes, *found],
+    }
+    history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
+    write_report(out, results, history)
+    of_these_weights = [
+        r for r in latest_results(run_dir) if r["checkpoint"]["fingerprint"] == weights
+    ]
+    add_to_card(folder, of_these_weights)
+    log_results(run_dir, config, results)
+    print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
+    print("\n".join([terminal_table(results), *found]))
+    print(f"report: {out / 'report.md'}", flush=True)
+    choose_best(run_dir, config, settings)  # now: training goes on deleting others
+    for row in invalid_rows(results):
+        print(f"error: {row}", file=sys.stderr)
+    return results
 
 
 def parser() -> argparse.ArgumentParser:

@@ -153,7 +153,7 @@ def train(
             optimizer,
             step=done,
             card=model_card(config, manifest, reader.totals, done),
-            trainer={"identity": run_identity(config, schedule)},
+            trainer={"identity": run_identity(config, schedule), "total_steps": total_steps},
             keep=options.keep_checkpoints,
         )
         accelerator.print(f"checkpoint: {folder}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch.distributed import DistError
 
-from configs.load import UserError
+from configs.load import UserError, first_line
 from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.head import TargetHead
@@ -37,6 +39,8 @@ FREE = {
     "loss_chunk",
     "nonfinite",
 }
+# For all processes to come together, and for each step of their talk later on.
+MEETING = timedelta(minutes=10)
 
 
 def make_accelerator(config: Config) -> Accelerator:
@@ -47,13 +51,21 @@ def make_accelerator(config: Config) -> Accelerator:
     """
     cuda, launched = torch.cuda.is_available(), "WORLD_SIZE" in os.environ
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
-    accelerator = Accelerator(
-        cpu=not cuda and not deepspeed,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if launched and not cuda else [],
-        mixed_precision="no",  # the drafter casts for itself; weights and optimizer state stay float32
-    )
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=MEETING)
+    try:
+        accelerator = Accelerator(
+            cpu=not cuda and not deepspeed,
+            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+            kwargs_handlers=[group] if launched else [],
+            mixed_precision="no",  # the drafter casts for itself; weights and optimizer state stay float32
+        )
+    except DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"process {os.environ.get('RANK')} of {world} did not meet the others at {where} ({first_line(error)}); "
+            f"start all {world} within {MEETING.seconds} s, with this address, each with a rank of its own"
+        ) from None
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes but this run sees {accelerator.num_processes}"

@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = "train/main.py"
 
 
+def forget_processes() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
 @pytest.fixture
 def rank0_of_2(monkeypatch, tmp_path):
     """The environment of the first of two processes, of which the second never comes."""
@@ -37,9 +42,9 @@ def rank0_of_2(monkeypatch, tmp_path):
     }
     for name, value in names.items():
         monkeypatch.setenv(name, value)
+    forget_processes()  # of other tests in this process
     yield port
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_processes()
 
 
 def test_a_machine_that_does_not_come_is_named_within_the_stated_time(rank0_of_2, tmp_path):

@@ -70,7 +70,8 @@ def command(config: Path, processes: int, *more: str) -> list[str]:
 def family(pid: int) -> list[int]:
     """A process and all below it: torchrun's workers have sessions of their own."""
     table = subprocess.check_output(["ps", "-e", "-o", "pid=,ppid="], text=True).splitlines()
-    parents = dict(map(int, line.split()) for line in table)
+    rows = (line.split() for line in table)
+    parents = {int(child): int(parent) for child, parent in rows}
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]

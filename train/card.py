@@ -105,7 +105,7 @@ def origin_of(target: TargetConfig) -> tuple[str | None, str | None]:
     """(hub id, license) of a target, as far as its folder or package tells without asking the hub."""
     if target.package is not None:
         try:
-            about = metadata.metadata(target.package)
+            about: Any = metadata.metadata(target.package)
         except metadata.PackageNotFoundError:
             return None, None
         return None, _spdx(about.get("License-Expression") or about.get("License"))

@@ -105,10 +105,10 @@ def origin_of(target: TargetConfig) -> tuple[str | None, str | None]:
     """(hub id, license) of a target, as far as its folder or package tells without asking the hub."""
     if target.package is not None:
         try:
-            about: Any = metadata.metadata(target.package)
+            about = metadata.metadata(target.package).json
         except metadata.PackageNotFoundError:
             return None, None
-        return None, _spdx(about.get("License-Expression") or about.get("License"))
+        return None, _spdx(about.get("license_expression") or about.get("license"))
     assert target.path is not None
     folder = resolve_input(target.path, None)
     if folder is None:

@@ -145,11 +145,15 @@ def load_head(
             embedding = f.get_tensor("embedding")
             weight = f.get_tensor("weight") if "weight" in names else embedding
             bias = f.get_tensor("bias") if "bias" in names else None
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            scale = float(use["scale"])
+            soft_cap = None if use["soft_cap"] is None else float(use["soft_cap"])
+    except (
+        SafetensorError, OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise UserError(
             f"cannot read {file} ({error}); run extract again, it rewrites the file"
         ) from error
-    head = TargetHead(embedding, weight, bias=bias, scale=use["scale"], soft_cap=use["soft_cap"])
+    head = TargetHead(embedding, weight, bias=bias, scale=scale, soft_cap=soft_cap)
     return head.to(device, dtype)
 
 

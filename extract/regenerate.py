@@ -209,7 +209,7 @@ def read_batch(file: Path, stamp: str | None) -> list[Row] | None:
         if not whole or (stamp is not None and header["stamp"] != stamp):
             return None
         return [Row.of(**json.loads(line)) for line in lines]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -223,9 +223,11 @@ def answers_so_far(folder: Path) -> list[Row]:
         turns.setdefault(file.name.partition("-")[0], []).append(file)
     rows: list[Row] = []
     for files in turns.values():
-        with max(files, key=lambda f: f.stat().st_mtime_ns).open(encoding="utf-8") as newest:
-            stamp = json.loads(newest.readline())["stamp"]
-        rows += [row for file in files for row in read_batch(file, stamp) or ()]
+        whole = [file for file in files if read_batch(file, None) is not None]
+        if whole:
+            with max(whole, key=lambda f: f.stat().st_mtime_ns).open(encoding="utf-8") as newest:
+                stamp = json.loads(newest.readline())["stamp"]
+            rows += [row for file in whole for row in read_batch(file, stamp) or ()]
     return sorted(rows, key=lambda row: (row.chat_id, row.turn))
 
 

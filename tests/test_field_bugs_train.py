@@ -246,7 +246,7 @@ def test_a_checkpoint_is_the_drafter_alone(config: Config, tmp_path: Path) -> No
     parameters = sum(p.numel() for p in run.model.parameters())
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     names = dict(run.model.named_parameters())
-    assert 14 * parameters < size < 14 * parameters + 1000 * len(names)
+    assert 14 * parameters < size < 14 * parameters + 2000 * len(names)
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(names)
     state = torch.load(folder / "resume" / "state.pt", weights_only=True)

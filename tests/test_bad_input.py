@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import extract.server
 from configs.load import UserError, load_config
+from configs.schema import Config
 from eval.engines import connect
 from extract.choose import GREEDY
 from extract.head import FILE, TargetHead, load_head, save_head
@@ -42,9 +43,7 @@ JSON = st.recursive(
     max_leaves=6,
 )  # fmt: skip
 DEEP = b"[" * 100_000
-many = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -275,16 +274,20 @@ def tell(liar: Liar, draw: Callable[[Any], Any], said: dict[str, Any]) -> None:
     liar.says[path] = draw(st.just(answer) | st.binary(max_size=20) | st.just(DEEP))
 
 
+@pytest.fixture(scope="module")
+def asking(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Any]:
+    file = tmp_path_factory.mktemp("asking") / "config.yaml"
+    return load_config(write_config(file, tiny_target)), tiny_tokenizer()
+
+
 @many
 @given(st.data())
 def test_servers_that_answer_prompts(
-    liar: Liar, tiny_target: Path, tmp_path: Path, data: st.DataObject
+    liar: Liar, asking: tuple[Config, Any], data: st.DataObject
 ) -> None:
-    config = load_config(write_config(tmp_path / "config.yaml", tiny_target))
     tell(liar, data.draw, {"/v1/models": MODELS, "/v1/completions": COMPLETION})
-    tokenizer = tiny_tokenizer()
     url = f"http://127.0.0.1:{liar.server_address[1]}"
-    found = read_or_refused(lambda: Server(url, config, tokenizer).answer([[1, 2]], 0))
+    found = read_or_refused(lambda: Server(url, *asking).answer([[1, 2]], 0))
     if isinstance(found, list):
         ((ids, reason),) = found
         assert all(0 <= i < 1 << 31 for i in ids) and reason in ("stop", "length")

@@ -21,7 +21,7 @@ NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 
 
 @cache
-def tests_in(file: str) -> frozenset[str]:
+def functions_of(file: str) -> frozenset[str]:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     return frozenset(
         node.name
@@ -46,7 +46,7 @@ def test_a_row_names_tests_that_exist_or_a_reason(row: list[str]) -> None:
     named = NAMED.findall(why)
     assert why.count("tests/") == len(named), "a test that is not written as `tests/x.py::test_y`"
     for file, test in named:
-        assert test in tests_in(file), f"{file} has no {test}"
+        assert test in functions_of(file), f"{file} has no {test}"
     assert named or verdict != "tested"
     reason = re.sub(NAMED, "", why).strip(" ;,")
     assert verdict == "tested" or len(reason.split()) >= 5, "a reason is a sentence"

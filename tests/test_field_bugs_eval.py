@@ -44,12 +44,11 @@ def target(tiny_target: Path) -> Target:
     return load(tiny_target)
 
 
-def make_drafter(target: Target, taps: tuple[int, ...] = TAPS, **shape: Any) -> DFlashDrafter:
+def make_drafter(target: Target) -> DFlashDrafter:
     drafter = DFlashDrafter(
         drafter_config(target.config, num_hidden_layers=1, layer_types=[FULL]),
-        DraftShape(**({"block_size": 4, "mask_token_id": 300, "target_layer_ids": taps,
-                       "num_target_layers": 6} | shape)),
-    )  # fmt: skip
+        DraftShape(block_size=4, mask_token_id=300, target_layer_ids=TAPS, num_target_layers=6),
+    )
     drafter.reset_parameters(0)
     return drafter.eval().requires_grad_(False)
 

@@ -60,6 +60,11 @@ def load_checked(
         drafter = load_drafter(folder, dtype)
     except ValueError as error:
         raise UserError(str(error)) from None
+    for name, weights in drafter.named_parameters():
+        if (
+            not weights.isfinite().all()
+        ):  # its drafts would be token 0 or so, and its tau an honest-looking 1
+            raise UserError(f"{name} of {folder} has NaN or Inf; evaluate an earlier checkpoint")
     return drafter.to(device).eval().requires_grad_(False)
 
 

@@ -134,6 +134,7 @@ def evaluate(
         | {
             "dtype": "the server's own" if args.server else config.eval.dtype,
             "enable_thinking": config.target.enable_thinking,
+            "template_hash": next(iter(sets.values())).manifest.template_hash[:16],
         },
         "settings": settings,
         "max_new_tokens": config.eval.max_new_tokens,

@@ -441,14 +441,20 @@ def load_target(config: TargetConfig, *, dtype: str | None = None) -> Target:
             flush=True,
         )
     device = pick_device(config.device)
-    model = _from_pretrained(
+    model, found = _from_pretrained(
         AutoModelForCausalLM,
         config,
         location,
         dtype=DTYPES[dtype or config.dtype],
         attn_implementation=config.attn_implementation,
+        output_loading_info=True,
         **({"device_map": "balanced"} if config.device == "balanced" else {}),
     )
+    if lacking := sorted(found["missing_keys"]):  # transformers makes them up at random, and warns
+        raise UserError(
+            f"the files of {location.source} lack {lacking[0]} and {len(lacking) - 1} more of its weights; "
+            "download the model again"
+        )
     if config.device != "balanced":
         model = model.to(device)
     return Target(model, tokenizer, location.label)

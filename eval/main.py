@@ -3,6 +3,7 @@
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint all --mode replay
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode served --server http://HOST:PORT
+    python eval/main.py --config configs/smollm2-demo.yaml --trace 3
     python eval/main.py --config configs/smollm2-demo.yaml --self-test
     python eval/main.py compare runs/a runs/b
 
@@ -12,8 +13,10 @@ answer with plain decoding token by token. `served` lets a running vLLM or SGLan
 drafter, decode the prompts of `live`, and reads acceptance from the engine's own counters. eval.temperature and its kin
 apply to live and served.
 
-`--self-test` proves on the target itself, in the precision of eval.dtype, that drafts leave no trace; live decoding
-starts with a short form of it. `compare` says from their results whether one drafter is better than another.
+`--trace N` measures nothing: it decodes N held-out prompts, chain and largest tree, and writes evals/STEP/trace.html,
+where the rounds can be looked at one by one. `--self-test` proves on the target itself, in the precision of eval.dtype,
+that drafts leave no trace; live decoding starts with a short form of it. `compare` says from their results whether one
+drafter is better than another.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
-from configs.provenance import FolderLock, LockHeldError, provenance
+from configs.provenance import FolderLock, LockHeldError, atomic_write_text, provenance
 from configs.schema import Config, EvalConfig
 from eval import compare
 from eval.best import choose_best
@@ -48,6 +51,7 @@ from eval.report import terminal_table, write_report
 from eval.results import invalid_rows, latest_results, read_results
 from eval.selftest import describe, self_test, test_prompt
 from eval.served import served_sets
+from eval.trace import page, trace
 from eval.track import log_results
 from extract.choose import Sampler
 from extract.head import load_head
@@ -70,11 +74,15 @@ def main(argv: list[str] | None = None) -> int | None:
         return run_self_test(config)
     if (args.mode == "served") != bool(args.server):
         raise UserError("--mode served and --server URL go together; give both or neither")
+    if args.trace is not None and (args.trace < 1 or args.server):
+        raise UserError("--trace N decodes N prompts here, without a server; N is at least 1")
     if args.server and args.checkpoint == "all":
         raise UserError("a server has one drafter; give --checkpoint the one it was started with")
     run_dir = Path(config.run_dir)
     folders = checkpoints(run_dir, args.checkpoint)
     sets = held_out_sets(config)
+    if args.trace is not None:
+        return write_traces(config, folders, sets, args.trace)
     for note in (notes := notes_on(config.eval, args.mode)):
         print(note)
     measure = measurer(config, args.mode, args.server, sets)
@@ -180,6 +188,12 @@ def parser() -> argparse.ArgumentParser:
         "--again", action="store_true", help="evaluate checkpoints that have results already"
     )
     out.add_argument(
+        "--trace",
+        type=int,
+        metavar="N",
+        help="decode N prompts, chain and largest tree, and show every round in trace.html",
+    )
+    out.add_argument(
         "--self-test",
         action="store_true",
         help="no checkpoint: check that decoding on this target is lossless",
@@ -210,10 +224,7 @@ def measurer(
             [],
         )
 
-    target = load_target(config.target, dtype=config.eval.dtype)
-    for reader in sets.values():
-        require(reader.manifest, reader.folder, **{"target.fingerprint": target.fingerprint()})
-    require_lossless(target, config)
+    target = checked_target(config, sets)
     reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
 
     def live(folder: Path) -> Measured:
@@ -221,6 +232,33 @@ def measurer(
         return *live_sets(config, target, drafter, head, sets, reference), []
 
     return live
+
+
+def checked_target(config: Config, sets: dict[str, ShardReader]) -> Target:
+    """The target of these states, on which decoding is lossless. UserError when it is not."""
+    target = load_target(config.target, dtype=config.eval.dtype)
+    for reader in sets.values():
+        require(reader.manifest, reader.folder, **{"target.fingerprint": target.fingerprint()})
+    require_lossless(target, config)
+    return target
+
+
+def write_traces(
+    config: Config, folders: list[Path], sets: dict[str, ShardReader], count: int
+) -> None:
+    """trace.html of each checkpoint."""
+    device, dtype = pick_device(config.target.device), DTYPES[config.eval.dtype]
+    head = load_head(next(iter(sets.values())).folder, device=device, dtype=dtype)
+    target = checked_target(config, sets)
+    made = provenance(config, ["python", "eval/main.py", *sys.argv[1:]])
+    for folder in folders:
+        drafter = load_checked(folder, sets, device, dtype)
+        record = trace(config, target, drafter, head, sets, count)
+        record |= {"checkpoint": folder.resolve().name, "command": made["command"]}
+        out = results_folder(Path(config.run_dir), folder, "replay")
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(out / "trace.html", page(record | {"time": made["time"]}))
+        print(f"{folder.name}: the rounds of {count} prompts are in {out / 'trace.html'}")
 
 
 def notes_on(options: EvalConfig, mode: str) -> list[str]:

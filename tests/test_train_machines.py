@@ -58,7 +58,7 @@ def test_a_machine_that_does_not_come_is_named_within_the_stated_time(rank0_of_2
 def test_a_second_process_of_rank_0_is_refused(rank0_of_2, tmp_path):
     config = load_config(write_config(tmp_path / "config.yaml", tmp_path))
     with socket.socket() as first:
-        first.bind(("0.0.0.0", rank0_of_2))
+        first.bind(("127.0.0.1", rank0_of_2))
         first.listen()
         with pytest.raises(UserError, match="each with a rank of its own"):
             make_accelerator(config)

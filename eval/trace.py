@@ -199,7 +199,7 @@ def byte_of() -> dict[str, int]:
 
 
 def page(record: Json) -> str:
-    """The record as a self-contained page. Any text may be in it: inside the script element no character of it is markup."""
+    """The record as a self-contained page. It may hold any text: in the script element no character of it is markup."""
     data = json.dumps(record, separators=(",", ":"), allow_nan=False)  # ASCII only
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")

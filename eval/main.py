@@ -51,7 +51,7 @@ from eval.report import terminal_table, write_report
 from eval.results import invalid_rows, latest_results, read_results
 from eval.selftest import describe, self_test, test_prompt
 from eval.served import served_sets
-from eval.trace import page, trace
+from eval.trace import choose, page, trace
 from eval.track import log_results
 from extract.choose import Sampler
 from extract.head import load_head
@@ -248,12 +248,13 @@ def write_traces(
 ) -> None:
     """trace.html of each checkpoint."""
     device, dtype = pick_device(config.target.device), DTYPES[config.eval.dtype]
+    prompts = choose(sets, count)
     head = load_head(next(iter(sets.values())).folder, device=device, dtype=dtype)
     target = checked_target(config, sets)
     made = provenance(config, ["python", "eval/main.py", *sys.argv[1:]])
     for folder in folders:
         drafter = load_checked(folder, sets, device, dtype)
-        record = trace(config, target, drafter, head, sets, count)
+        record = trace(config, target, drafter, head, prompts)
         record |= {"checkpoint": folder.resolve().name, "command": made["command"]}
         out = results_folder(Path(config.run_dir), folder, "replay")
         out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +33,32 @@ PLACE = "@RECORD@"  # in the template
 DRAFTER_TOP, TARGET_TOP = 6, 4  # tokens of a distribution that the page shows
 
 
+class Asked(NamedTuple):
+    dataset: str
+    index: int  # in the data set, which decides the draws
+    question: Question
+
+
+def choose(sets: dict[str, ShardReader], count: int) -> list[Asked]:
+    """`count` held-out prompts, one of each set in turn. UserError when there are fewer."""
+    held = sum(map(len, sets.values()))
+    if count > held:
+        raise UserError(f"--trace {count} asks for more than the {held} held-out prompts; lower it")
+    longest = max(map(len, sets.values()))
+    order = [(name, i) for i in range(longest) for name in sets if i < len(sets[name])]
+    return [Asked(name, i, question(sets[name], i)) for name, i in order[:count]]
+
+
 def trace(
     config: Config,
     target: Target,
     drafter: DFlashDrafter,
     head: TargetHead,
-    sets: dict[str, ShardReader],
-    count: int,
+    prompts: Sequence[Asked],
 ) -> Json:
-    """The record of `count` held-out prompts, each decoded as a chain and with the largest tree of eval.budgets.
+    """The record of these prompts, each decoded as a chain and with the largest tree of eval.budgets.
 
-    As `live` decodes them, with the same draws. UserError when there are fewer prompts, or no budget.
+    As `live` decodes them, with the same draws. UserError when there is no budget.
     """
     options, sampler = config.eval, Sampler.of(config.eval)
     if not options.budgets:
@@ -54,8 +69,8 @@ def trace(
         "tree": propose_tree(budget, keep_chain=options.keep_chain),
     }
     pieces = Pieces(target.tokenizer)
-    prompts: list[Json] = []
-    for name, index, asked in chosen_prompts(sets, count):
+    traced: list[Json] = []
+    for name, index, asked in prompts:
         runs: Json = {}
         for decoder, propose in proposals.items():
             recorder = Recorder(pieces, sampler, asked.prompt)
@@ -69,9 +84,9 @@ def trace(
             runs[decoder] = {
                 "tokens": pieces.places(decoded.tokens),
                 "rounds": recorder.rounds,
-                "stopped": decoded.tokens[-1] in target.stop_ids,
             }
-        prompts.append({"id": asked.id, "set": name, "prompt": pieces.places(asked.prompt), **runs})
+        prompt = pieces.places(asked.prompt)
+        traced.append({"id": asked.id, "set": name, "prompt": prompt, **runs})
     return {
         "target": target.label,
         "dtype": options.dtype,
@@ -80,18 +95,8 @@ def trace(
         "budget": budget,
         "keep_chain": options.keep_chain,
         "pieces": pieces.texts,
-        "prompts": prompts,
+        "prompts": traced,
     }
-
-
-def chosen_prompts(sets: dict[str, ShardReader], count: int) -> list[tuple[str, int, Question]]:
-    """(set, index in it, prompt): one of each set in turn. UserError when there are fewer than `count`."""
-    held = sum(map(len, sets.values()))
-    if count > held:
-        raise UserError(f"--trace {count} asks for more than the {held} held-out prompts; lower it")
-    longest = max(map(len, sets.values()))
-    order = [(name, i) for i in range(longest) for name in sets if i < len(sets[name])]
-    return [(name, i, question(sets[name], i)) for name, i in order[:count]]
 
 
 class Recorder:
@@ -199,7 +204,7 @@ def byte_of() -> dict[str, int]:
 
 
 def page(record: Json) -> str:
-    """The record as a self-contained page. It may hold any text: in the script element no character of it is markup."""
+    """The record as a self-contained page. Any text may be in it: no character of the record is markup."""
     data = json.dumps(record, separators=(",", ":"), allow_nan=False)  # ASCII only
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")

@@ -38,6 +38,7 @@ from train.checkpoint import (
     save_checkpoint,
     trainer_state,
 )
+from train.drafter import DFlashDrafter
 from train.log import Window, terminal_line
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from train.rolling import Arrivals
@@ -113,8 +114,8 @@ def train(
     optimizer: Any = make_optimizer(model, options)
     model, optimizer = accelerator.prepare(model, optimizer)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    shape = accelerator.unwrap_model(model).shape
-    head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(shape)
+    drafter: DFlashDrafter = accelerator.unwrap_model(model)
+    head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(drafter.shape)
     sampled = sampled_head(config, reader, head)
 
     start = 0
@@ -150,7 +151,7 @@ def train(
             model,
             optimizer,
             step=done,
-            card=model_card(config, manifest, reader.totals, done),
+            card=model_card(config, manifest, reader.totals, done, drafter),
             trainer={"identity": run_identity(config, schedule)},
             keep=options.keep_checkpoints,
         )

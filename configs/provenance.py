@@ -207,8 +207,16 @@ def _recorded_runs(record: Path) -> list[Any]:
     raise UserError(f"{record} is damaged; move it away and run the same command again")
 
 
+class LockHeldError(UserError):
+    """Another living process holds the lock; `owner` names it."""
+
+    def __init__(self, message: str, owner: str) -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
 class FolderLock:
-    """Holds `folder/.lock-STAGE` for one process; entering raises UserError when another has it.
+    """Holds `folder/.lock-STAGE` for one process; entering raises LockHeldError when another has it.
 
     The kernel lets go when the owner ends, however it ends. The file stays behind and means
     nothing: removing it would let two processes hold two files of the same name.
@@ -229,9 +237,10 @@ class FolderLock:
         except BlockingIOError:
             pid = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
             os.close(handle)
-            raise UserError(
+            raise LockHeldError(
                 f"another {self.stage} process (pid {pid}) is working in {self.folder}; wait for "
-                "it to end, or stop it, and run the same command again"
+                "it to end, or stop it, and run the same command again",
+                owner=f"process {pid}",
             ) from None
         except OSError as error:
             # Some cluster file systems are mounted without locks. Working is worth more there.

@@ -6,6 +6,7 @@ prints the resolved values, docs/configuration.md is generated from the descript
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -140,13 +141,22 @@ class DrafterConfig(Section):
 class ExtractConfig(Section):
     """Hidden states on disk."""
 
+    backend: Literal["hf", "vllm"] = Field(
+        "hf",
+        description="Who runs the target: transformers in this process, or a vLLM server (--server) for a target "
+        "that needs tensor parallelism (docs/backends.md).",
+    )
     storage_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = Field(
         "bfloat16",
         description="Of the training states on disk; float8_e4m3fn halves bfloat16, with a scale per token "
         "and tap, and is read back as bfloat16.",
     )
     shard_tokens: int = Field(65536, gt=0, description="Tokens of a shard, the unit of resume.")
-    batch_tokens: int = Field(8192, gt=0, description="Padded tokens of one target forward.")
+    batch_tokens: int = Field(
+        8192,
+        gt=0,
+        description="Padded tokens of one target forward; of the prompts under way with backend vllm.",
+    )
     window_gb: float | None = Field(
         None,
         gt=0,
@@ -201,12 +211,19 @@ class TrainConfig(Section):
         description="Softmax of the loss, the target's in distillation too, over this many tokens (sampled softmax); "
         "unset: all of the vocabulary.",
     )
-    loss_chunk: int = Field(1024, gt=0, description="Slots whose logits exist at the same time.")
+    loss_chunk: int = Field(512, gt=0, description="Slots whose logits exist at the same time.")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What to do when a step's loss or gradient norm is NaN or Inf: end the run, or go on without the "
+        "step. Ten skipped steps in a row end it too.",
+    )
     log_every: int = Field(10, gt=0)
     checkpoint_every: int | None = Field(
         None, gt=0, description="Optimizer steps between checkpoints; unset: four times a run."
     )
-    keep_checkpoints: int = Field(4, gt=0, description="Older complete ones are deleted.")
+    keep_checkpoints: int = Field(
+        4, gt=0, description="Older complete ones are deleted, but never the best that eval found."
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> TrainConfig:
@@ -231,6 +248,10 @@ class EvalConfig(Section):
         "name (docs/benchmarks.md).",
     )
     max_prompts: int | None = Field(None, gt=0, description="Per set.")
+    best_by: str | None = Field(
+        None,
+        description="The held-out set whose chain decides which checkpoint is the best; unset: the mean over all.",
+    )
     live_prompts: int | None = Field(
         None, gt=0, description="Per set, in live mode, which runs the target; unset: all."
     )
@@ -276,6 +297,15 @@ class EvalConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_by(self) -> EvalConfig:
+        names = [Path(name).stem for name in self.prompts]
+        if self.best_by is not None and self.best_by not in names:
+            raise ValueError(
+                f"eval.best_by={self.best_by} is none of the sets of eval.prompts: {', '.join(names) or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sampling(self) -> EvalConfig:
         for name in ("top_k", "top_p", "min_p"):
             value = getattr(self, name)
@@ -296,6 +326,34 @@ class TrackingConfig(Section):
     name: str | None = Field(None, description="Unset: the run folder's name.")
 
 
+class SlurmConfig(Section):
+    """What every job of `launch/main.py submit` asks of the cluster."""
+
+    partition: str | None = Field(None, description="Unset: the cluster's default.")
+    account: str | None = Field(None, description="Unset: the user's default.")
+    nodes: int = Field(1, gt=0, description="Of extraction and of training.")
+    gpus_per_node: int = Field(
+        8, ge=0, description="One process each; 0 is a process a node, on its CPU."
+    )
+    cpus_per_task: int = Field(8, gt=0, description="Cores of every process.")
+    time: str = Field(
+        "24:00:00",
+        description="Limit of one job; one that reaches it saves its work and goes back into the queue.",
+    )
+    sbatch: tuple[str, ...] = Field(
+        (), description="More sbatch options, a line each, e.g. `--constraint=h100`."
+    )
+    setup: tuple[str, ...] = Field(
+        (), description="Shell commands before the first stage, e.g. `module load cuda`."
+    )
+
+
+class LaunchConfig(Section):
+    """Where a run happens. Nothing here changes its results."""
+
+    slurm: SlurmConfig = SlurmConfig()
+
+
 class Config(Section):
     run_dir: str = Field(min_length=1, description="Where everything of this run is written.")
     seed: int = Field(0, ge=0, lt=2**32)
@@ -306,6 +364,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
     def _across_rooms(self) -> Config:
@@ -319,6 +378,15 @@ class Config(Section):
             raise ValueError(
                 f"extract.window_gb={self.extract.window_gb:g} deletes a shard when all epochs have read it, so "
                 f"train.max_steps={self.train.max_steps} cannot end them; remove it and set train.epochs"
+            )
+        if (
+            self.extract.backend == "vllm"
+            and self.eval.prompts
+            and self.eval.dtype != self.target.dtype
+        ):
+            raise ValueError(
+                f"extract.backend=vllm runs the target in one precision, but eval.dtype is {self.eval.dtype} and "
+                f"target.dtype {self.target.dtype}; make them the same"
             )
         if self.train.distillation > 0 and not self.extract.store_last_hidden:
             raise ValueError(

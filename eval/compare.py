@@ -34,7 +34,7 @@ EXPLAINED = (
     "those prompts, with the same draws for both. Of 20 lines without a difference, one is expected to show one."
 )
 # What must agree before a difference is the drafter's. A fingerprint says more than the name of a folder.
-TARGET = ("fingerprint", "dtype", "enable_thinking")
+TARGET = ("fingerprint", "dtype", "enable_thinking", "template_hash")
 INVALID = "INVALID, not lossless"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,17 @@ class Decoded:
     )
 
 
+class Round(NamedTuple):
+    """A round as it went, for whoever watches. The tensors are the decode's own: copy what is to stay, change nothing."""
+
+    draft: Tensor  # [B-1, V], the drafter's logits of slots 1..B-1, temperature applied
+    tree: Tree
+    logits: Tensor  # [n, V], the target's after each node
+    path: list[int]  # the nodes that the target's choices visit, root first
+    chosen: list[int]  # those choices, one after each node of the path; the last is the bonus token
+    committed: int  # how many of them the answer takes: all, unless it ends here
+
+
 def decode(
     target: Target,
     drafter: DFlashDrafter,
@@ -110,10 +121,11 @@ def decode(
     max_new_tokens: int,
     sampler: Sampler = GREEDY,
     generator: torch.Generator | None = None,
+    watch: Callable[[Round], None] | None = None,
 ) -> Decoded:
     """Answer one prompt. The first token comes from the prefill and belongs to no round.
 
-    `generator` lies on the target's device; None is torch's global one.
+    `generator` lies on the target's device; None is torch's global one. `watch` sees every round, outside the times.
     """
     stop = target.stop_ids
     verifier = Verifier(target, drafter.shape.target_layer_ids)
@@ -126,7 +138,8 @@ def decode(
         started = clock(target.device)
         draft = drafting.draft(out.tokens[-1])
         drafted = clock(target.device)
-        tree = propose(draft if sampler.greedy else draft / sampler.temperature, out.tokens[-1])
+        draft = draft if sampler.greedy else draft / sampler.temperature
+        tree = propose(draft, out.tokens[-1])
         built = clock(target.device)
         node_logits, node_features = verifier.verify(tree)
         path, new = walk(tree, node_logits, sampler, [*prompt, *out.tokens], generator)
@@ -148,6 +161,8 @@ def decode(
             strict=True,
         ):
             out.seconds[name] += span
+        if watch is not None:
+            watch(Round(draft, tree, node_logits, path, new, end))
     return out
 
 

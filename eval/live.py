@@ -29,13 +29,14 @@ class Question(NamedTuple):
 
 def questions(config: Config, reader: ShardReader) -> list[Question]:
     """The held-out prompts of a set that are decoded anew, eval.live_prompts of them."""
-    asked = []
-    for sample in (
-        reader[i] for i in range(min(len(reader), config.eval.live_prompts or len(reader)))
-    ):
-        ids, first = sample.input_ids.tolist(), sample.prompt_tokens
-        asked.append(Question(sample.id, ids[:first], ids[first:]))
-    return asked
+    count = min(len(reader), config.eval.live_prompts or len(reader))
+    return [question(reader, i) for i in range(count)]
+
+
+def question(reader: ShardReader, index: int) -> Question:
+    sample = reader[index]
+    ids, first = sample.input_ids.tolist(), sample.prompt_tokens
+    return Question(sample.id, ids[:first], ids[first:])
 
 
 def live_sets(

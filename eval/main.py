@@ -3,6 +3,7 @@
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint all --mode replay
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode served --server http://HOST:PORT
+    python eval/main.py --config configs/smollm2-demo.yaml --trace 3
     python eval/main.py --config configs/smollm2-demo.yaml --self-test
     python eval/main.py compare runs/a runs/b
 
@@ -12,8 +13,10 @@ answer with plain decoding token by token. `served` lets a running vLLM or SGLan
 drafter, decode the prompts of `live`, and reads acceptance from the engine's own counters. eval.temperature and its kin
 apply to live and served.
 
-`--self-test` proves on the target itself, in the precision of eval.dtype, that drafts leave no trace; live decoding
-starts with a short form of it. `compare` says from their results whether one drafter is better than another.
+`--trace N` measures nothing: it decodes N held-out prompts, chain and largest tree, and writes evals/STEP/trace.html,
+where the rounds can be looked at one by one. `--self-test` proves on the target itself, in the precision of eval.dtype,
+that drafts leave no trace; live decoding starts with a short form of it. `compare` says from their results whether one
+drafter is better than another.
 """
 
 from __future__ import annotations
@@ -26,36 +29,36 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
-from configs.provenance import FolderLock, provenance
+from configs.provenance import FolderLock, LockHeldError, atomic_write_text, provenance
 from configs.schema import Config, EvalConfig
 from eval import compare
+from eval.best import choose_best
 from eval.card import add_to_card
 from eval.decode import Decoded
+from eval.done import evaluated, fingerprint_of, lock_name, reported, results_folder, settings_of
 from eval.engines import connect
 from eval.live import live_sets
 from eval.loading import (
     checked_shape,
     checkpoints,
-    evaluated,
-    fingerprint_of,
     held_out_sets,
     load_checked,
-    results_folder,
-    settings_of,
     step_number,
 )
 from eval.metrics import MODES
 from eval.replay import replay_sets
 from eval.report import terminal_table, write_report
-from eval.results import invalid_rows, latest_results
+from eval.results import invalid_rows, latest_results, read_results
 from eval.selftest import describe, self_test, test_prompt
 from eval.served import served_sets
+from eval.trace import page, trace
 from eval.track import log_results
 from extract.choose import Sampler
 from extract.head import load_head
 from extract.manifest import require
 from extract.shards import ShardReader
 from extract.target import DTYPES, Target, load_target, pick_device
+from train.checkpoint import DONE
 
 # rows, what the comparison with plain decoding found, notes
 Measured = tuple[list[dict[str, Any]], dict[str, Any] | None, list[str]]
@@ -71,61 +74,98 @@ def main(argv: list[str] | None = None) -> int | None:
         return run_self_test(config)
     if (args.mode == "served") != bool(args.server):
         raise UserError("--mode served and --server URL go together; give both or neither")
+    if args.trace is not None and (args.trace < 1 or args.server):
+        raise UserError("--trace N decodes N prompts here, without a server; N is at least 1")
     if args.server and args.checkpoint == "all":
         raise UserError("a server has one drafter; give --checkpoint the one it was started with")
     run_dir = Path(config.run_dir)
     folders = checkpoints(run_dir, args.checkpoint)
     sets = held_out_sets(config)
+    if args.trace is not None:
+        return write_traces(config, folders, sets, args.trace)
     for note in (notes := notes_on(config.eval, args.mode)):
         print(note)
     measure = measurer(config, args.mode, args.server, sets)
-    settings = settings_of(config, args.mode, sets, args.server)
-    failed = False
-    with FolderLock(run_dir, f"eval-{args.mode}"):
-        for folder in folders:
-            out = results_folder(run_dir, folder, args.mode)
-            if not args.again and evaluated(out, folder, settings):
-                print(f"{folder.name} has {args.mode} results in {out}; --again evaluates it anew")
-                continue
-            started = time.monotonic()
-            rows, check, found = measure(folder)
-            results = {
-                "schema": 1,
-                "mode": args.mode,
-                "checkpoint": {
-                    "path": str(folder),
-                    "step": step_number(folder),
-                    "fingerprint": fingerprint_of(folder),
-                },
-                "target": next(iter(sets.values())).manifest.target.model_dump()
-                | {
-                    "dtype": "the server's own" if args.server else config.eval.dtype,
-                    "enable_thinking": config.target.enable_thinking,
-                },
-                "settings": settings,
-                "max_new_tokens": config.eval.max_new_tokens,
-                "sampling": {} if args.mode == "replay" else Sampler.of(config.eval).settings,
-                "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
-                "rows": rows,
-                "lossless_check": check,
-                "notes": [*notes, *found],
-            }
-            history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
-            write_report(out, results, history)
-            of_these_weights = [
-                r
-                for r in latest_results(run_dir)
-                if r["checkpoint"]["fingerprint"] == fingerprint_of(folder)
-            ]
-            add_to_card(folder, of_these_weights)
-            log_results(run_dir, config, results)
-            print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
-            print("\n".join([terminal_table(results), *found]))
-            print(f"report: {out / 'report.md'}", flush=True)
-            for row in invalid_rows(results):
-                print(f"error: {row}", file=sys.stderr)
-                failed = True
-    return 1 if failed else None
+    settings = settings_of(
+        config, args.mode, {name: r.manifest for name, r in sets.items()}, args.server
+    )
+    invalid: list[str] = []
+    for folder in folders:
+        try:
+            with FolderLock(run_dir, lock_name(folder, args.mode)):
+                out = results_folder(run_dir, folder, args.mode)
+                if not args.again and evaluated(out, folder, settings):
+                    if not reported(out):  # ended between the two
+                        history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
+                        write_report(out, read_results(out / "results.json"), history)
+                    print(
+                        f"{folder.name} has {args.mode} results in {out}; --again evaluates it anew"
+                    )
+                else:
+                    results = evaluate(config, args, folder, measure, settings, sets, notes)
+                    invalid += invalid_rows(results)
+        except LockHeldError as error:
+            if args.checkpoint != "all":
+                raise
+            print(f"skipped: {error.owner} is evaluating {folder.name}", flush=True)
+        except (UserError, FileNotFoundError):
+            if args.checkpoint != "all" or (folder / DONE).exists():
+                raise
+            print(f"{folder.name} went while it was evaluated", flush=True)
+    if best := choose_best(run_dir, config, settings):
+        print(best)
+    return 1 if invalid else None
+
+
+def evaluate(
+    config: Config,
+    args: argparse.Namespace,
+    folder: Path,
+    measure: Callable[[Path], Measured],
+    settings: str,
+    sets: dict[str, ShardReader],
+    notes: list[str],
+) -> dict[str, Any]:
+    """Measure a checkpoint and write its report. Nothing is written before all of it is measured."""
+    run_dir, started = Path(config.run_dir), time.monotonic()
+    out, weights = results_folder(run_dir, folder, args.mode), fingerprint_of(folder)
+    rows, check, found = measure(folder)
+    results = {
+        "schema": 1,
+        "mode": args.mode,
+        "checkpoint": {
+            "path": str(folder),
+            "step": step_number(folder),
+            "fingerprint": weights,
+        },
+        "target": next(iter(sets.values())).manifest.target.model_dump()
+        | {
+            "dtype": "the server's own" if args.server else config.eval.dtype,
+            "enable_thinking": config.target.enable_thinking,
+            "template_hash": next(iter(sets.values())).manifest.template_hash[:16],
+        },
+        "settings": settings,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "sampling": {} if args.mode == "replay" else Sampler.of(config.eval).settings,
+        "provenance": provenance(config, ["python", "eval/main.py", *sys.argv[1:]]),
+        "rows": rows,
+        "lossless_check": check,
+        "notes": [*notes, *found],
+    }
+    history = [r for r in latest_results(run_dir) if r["mode"] == args.mode]
+    write_report(out, results, history)
+    of_these_weights = [
+        r for r in latest_results(run_dir) if r["checkpoint"]["fingerprint"] == weights
+    ]
+    add_to_card(folder, of_these_weights)
+    log_results(run_dir, config, results)
+    print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
+    print("\n".join([terminal_table(results), *found]))
+    print(f"report: {out / 'report.md'}", flush=True)
+    choose_best(run_dir, config, settings)  # now: training goes on deleting others
+    for row in invalid_rows(results):
+        print(f"error: {row}", file=sys.stderr)
+    return results
 
 
 def parser() -> argparse.ArgumentParser:
@@ -136,7 +176,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add_arguments(out)
     out.add_argument(
-        "--checkpoint", default="latest", help="latest, all, a step folder's name, or a folder"
+        "--checkpoint",
+        default="latest",
+        help="latest, best, all, a step folder's name, or a folder",
     )
     out.add_argument("--mode", choices=tuple(MODES), default="replay")
     out.add_argument(
@@ -144,6 +186,12 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--again", action="store_true", help="evaluate checkpoints that have results already"
+    )
+    out.add_argument(
+        "--trace",
+        type=int,
+        metavar="N",
+        help="decode N prompts, chain and largest tree, and show every round in trace.html",
     )
     out.add_argument(
         "--self-test",
@@ -176,10 +224,7 @@ def measurer(
             [],
         )
 
-    target = load_target(config.target, dtype=config.eval.dtype)
-    for reader in sets.values():
-        require(reader.manifest, reader.folder, **{"target.fingerprint": target.fingerprint()})
-    require_lossless(target, config)
+    target = checked_target(config, sets)
     reference: dict[str, list[Decoded]] = {}  # plain answers, the same for every checkpoint
 
     def live(folder: Path) -> Measured:
@@ -187,6 +232,33 @@ def measurer(
         return *live_sets(config, target, drafter, head, sets, reference), []
 
     return live
+
+
+def checked_target(config: Config, sets: dict[str, ShardReader]) -> Target:
+    """The target of these states, on which decoding is lossless. UserError when it is not."""
+    target = load_target(config.target, dtype=config.eval.dtype)
+    for reader in sets.values():
+        require(reader.manifest, reader.folder, **{"target.fingerprint": target.fingerprint()})
+    require_lossless(target, config)
+    return target
+
+
+def write_traces(
+    config: Config, folders: list[Path], sets: dict[str, ShardReader], count: int
+) -> None:
+    """trace.html of each checkpoint."""
+    device, dtype = pick_device(config.target.device), DTYPES[config.eval.dtype]
+    head = load_head(next(iter(sets.values())).folder, device=device, dtype=dtype)
+    target = checked_target(config, sets)
+    made = provenance(config, ["python", "eval/main.py", *sys.argv[1:]])
+    for folder in folders:
+        drafter = load_checked(folder, sets, device, dtype)
+        record = trace(config, target, drafter, head, sets, count)
+        record |= {"checkpoint": folder.resolve().name, "command": made["command"]}
+        out = results_folder(Path(config.run_dir), folder, "replay")
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(out / "trace.html", page(record | {"time": made["time"]}))
+        print(f"{folder.name}: the rounds of {count} prompts are in {out / 'trace.html'}")
 
 
 def notes_on(options: EvalConfig, mode: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from train.tracking import start_wandb
+from train.tracking import finish_wandb, log_wandb, start_wandb
 
 
 def log_results(run_dir: Path, config: Config, results: dict[str, Any]) -> None:
@@ -18,5 +18,5 @@ def log_results(run_dir: Path, config: Config, results: dict[str, Any]) -> None:
     for row in results["rows"]:
         decoder = row["decoder"] if row["budget"] is None else f"{row['decoder']}-{row['budget']}"
         values[f"eval/{results['mode']}/{row['dataset']}/{decoder}"] = row["tau"]
-    run.log(values)
-    run.finish()
+    log_wandb(run, values)
+    finish_wandb(run)

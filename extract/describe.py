@@ -19,7 +19,7 @@ from configs.load import UserError
 from configs.schema import Config
 from extract.greedy import Share, from_stored_states, from_target
 from extract.loops import REPETITIVE, repetition_rate
-from extract.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
+from extract.manifest import MANIFEST, Manifest, read_manifest
 from extract.price import amount
 from extract.prompts import (
     Chat,
@@ -31,7 +31,7 @@ from extract.prompts import (
     user_turns,
 )
 from extract.regenerate import answers_so_far
-from extract.shards import ShardReader
+from extract.shards import ShardReader, noted
 from extract.target import Target, load_target, pick_device
 from extract.window import released_in
 
@@ -247,9 +247,10 @@ def _states_so_far(states: Path, manifest: Manifest | None, samples: list[Masked
     done = [
         entry
         for file in sorted(states.glob("shard-*.json"))
-        if (entry := ShardEntry.model_validate_json(file.read_bytes()))
-        and manifest is not None
-        and entry.plan_fingerprint == manifest.plan_fingerprint
+        if manifest is not None
+        and (
+            entry := noted(states, file.with_suffix(".safetensors").name, manifest.plan_fingerprint)
+        )
     ]
     if not done:
         return "no states yet"
@@ -266,6 +267,10 @@ def _greedy_lines(config: Config, sets: Sequence[Stored]) -> None:
                 stored.samples, stored.states, pick_device(config.target.device)
             )
             _say_share(stored, share, "by the stored last_hidden")
+            continue
+        if config.extract.backend == "vllm":
+            how = "unknown: last_hidden is not stored, and extract.backend=vllm loads no target; --set "
+            _say(stored.name, "greedy", f"{how}extract.backend=hf loads it here")
             continue
         try:
             if loaded is None or str(loaded.dtype) != f"torch.{stored.target_dtype}":

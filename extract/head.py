@@ -20,6 +20,7 @@ from torch import Tensor
 
 from configs.load import UserError
 from configs.provenance import file_sha256
+from extract.manifest import MANIFEST, read_manifest
 from extract.target import Target
 
 FILE = "target_head.safetensors"
@@ -173,17 +174,31 @@ def save_head(head: TargetHead, folder: Path, dtype: torch.dtype) -> dict[str, s
 def load_head(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> TargetHead:
-    """Read it back. UserError when it is missing or damaged."""
+    """Read it back. UserError when it is missing, damaged, or not the one that the manifest beside it names."""
     file = folder / FILE
     try:
+        _require_named(file)
         with safe_open(file, framework="pt", device="cpu") as f:
             names, use = set(f.keys()), json.loads(f.metadata()["use"])
             embedding = f.get_tensor("embedding")
             weight = f.get_tensor("weight") if "weight" in names else embedding
             bias = f.get_tensor("bias") if "bias" in names else None
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            scale = float(use["scale"])
+            soft_cap = None if use["soft_cap"] is None else float(use["soft_cap"])
+    except (
+        SafetensorError, OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise UserError(
             f"cannot read {file} ({error}); run extract again, it rewrites the file"
         ) from error
-    head = TargetHead(embedding, weight, bias=bias, scale=use["scale"], soft_cap=use["soft_cap"])
+    head = TargetHead(embedding, weight, bias=bias, scale=scale, soft_cap=soft_cap)
     return head.to(device, dtype)
+
+
+def _require_named(file: Path) -> None:
+    """ValueError when the bytes are not those in the manifest, if there is one: every logit hangs on them."""
+    if not (file.parent / MANIFEST).exists():
+        return
+    named = read_manifest(file.parent, incomplete_ok=True).target_head
+    if named is not None and (found := file_sha256(file)) != named.sha256:
+        raise ValueError(f"its sha256 is {found[:12]} and the manifest says {named.sha256[:12]}")

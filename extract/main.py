@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from pathlib import Path
 from configs.load import UserError, add_arguments, config_from_args, main_guard, resolve_input
 from configs.provenance import FolderLock, lock_owner, open_run_dir
 from extract.benchmarks import BENCHMARKS, table
+from extract.connector import Connector, serve_command
 from extract.describe import describe, shared_prompts
 from extract.manifest import read_manifest
 from extract.price import price_list
 from extract.prompts import Chat, Renderer, Report, load_chats
 from extract.server import Server
 from extract.shards import verify
+from extract.skeleton import load_skeleton
 from extract.stage import Stage, left_out, say
 from extract.target import (
     inspect,
@@ -37,6 +40,7 @@ from extract.target import (
     locate,
     unpack_gguf,
 )
+from extract.vllm_files import FOLDER
 from extract.window import released_in
 
 
@@ -61,8 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         help="what is there, finished or not: lengths, stops, duplicates, loops, and whether the target would say it",
     )
     mode.add_argument("--verify", action="store_true", help="read everything again and check it")
+    mode.add_argument(
+        "--vllm-command",
+        action="store_true",
+        help="print how to start vLLM for extract.backend=vllm",
+    )
     parser.add_argument(
-        "--server", metavar="URL", help="let an OpenAI-compatible server answer the prompts"
+        "--server",
+        metavar="URL",
+        help="let an OpenAI-compatible server answer the prompts; with extract.backend=vllm it gives the states too",
     )
     args = parser.parse_args(argv)
     config = config_from_args(args)
@@ -70,12 +81,25 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if args.verify:
         return verify_run(run_dir)
 
+    vllm = config.extract.backend == "vllm"
+    if args.vllm_command and not vllm:
+        raise UserError("--vllm-command is for extract.backend=vllm, and the config says hf")
+    if vllm and not (args.server or args.dry_run or args.describe or args.vllm_command):
+        raise UserError(
+            "extract.backend is vllm and no server is named; start one with the command that --vllm-command "
+            "prints and give its address with --server"
+        )
+
     # Everything a person can have wrong is looked at before the weights are loaded.
     refuse_shared_sources(config.data.prompts, config.eval.prompts)
     location = unpack_gguf(locate(config.target))
     tokenizer = load_tokenizer(config.target, location)
     model_config = load_model_config(config.target, location)
     spec = inspect(location, model_config, tokenizer, config.drafter)
+    if args.vllm_command:
+        longest = getattr(model_config, "max_position_embeddings", None)
+        print(serve_command(config, location, spec, longest))
+        return None
     renderer = Renderer(tokenizer, enable_thinking=config.target.enable_thinking)
     chats, report = load_chats(config.data.prompts, max_samples=config.data.max_samples)
     sets = [
@@ -103,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return None
     if args.dry_run:
         held_out = [c for _, c, _ in sets]
-        target = load_target(config.target)
+        target = load_skeleton(config.target) if vllm else load_target(config.target)
         prices = price_list(config, spec, target, renderer, chats, held_out, processes=world)
         if rank == 0:
             print("\n".join(prices))
@@ -112,17 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     with processes_lock(run_dir, rank, world):
         if rank == 0:
             open_run_dir(config, stage="extract", resume=False)
-        target = load_target(config.target)
         stage = Stage(config, spec, renderer, rank, world)
-        server = Server(args.server, config, tokenizer) if args.server else None
-        problems = [stage.run(target, chats, report, run_dir, server=server)]
-        if sets:
-            if config.eval.dtype != config.target.dtype:
-                del target
-                target = load_target(config.target, dtype=config.eval.dtype)
-            for name, set_chats, set_report in sets:
-                folder = run_dir / "eval-sets" / name
-                problems.append(stage.run(target, set_chats, set_report, folder, held_out=True))
+        if vllm:
+            problems = extract_with_vllm(args.server, stage, chats, report, sets)
+        else:
+            server = Server(args.server, config, tokenizer) if args.server else None
+            problems = extract_here(stage, chats, report, sets, server)
     following = f"accelerate launch train/main.py --config {args.config}"
     if found := [problem for problem in problems if problem]:
         print(
@@ -134,6 +153,68 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if rank == 0:
         print(f"next: {following}")
     return None
+
+
+def extract_here(
+    stage: Stage,
+    chats: Sequence[Chat],
+    report: Report,
+    sets: Sequence[tuple[str, list[Chat], Report]],
+    server: Server | None,
+) -> list[str | None]:
+    """States by the target in this process, answers too unless a server gives them. Returns what Stage.run says."""
+    config, run_dir = stage.config, Path(stage.config.run_dir)
+    jobs: list[tuple[str, Sequence[Chat], Report, Path]] = [
+        (config.eval.dtype, c, r, run_dir / "eval-sets" / name) for name, c, r in sets
+    ]
+    # With a window the training states end when training does, and until then checkpoints are to be evaluated.
+    last = config.extract.window_gb is not None
+    jobs.insert(len(jobs) if last else 0, (config.target.dtype, chats, report, run_dir))
+    problems, target = [], None
+    for dtype, some, said, folder in jobs:
+        if target is None or str(target.dtype) != f"torch.{dtype}":
+            target = None  # one at a time
+            target = load_target(config.target, dtype=dtype)
+        held = folder != run_dir
+        problems.append(
+            stage.run(target, some, said, folder, held_out=held, server=None if held else server)
+        )
+    return problems
+
+
+def extract_with_vllm(
+    url: str,
+    stage: Stage,
+    chats: Sequence[Chat],
+    report: Report,
+    sets: Sequence[tuple[str, list[Chat], Report]],
+) -> list[str | None]:
+    """All answers and states from one vLLM server; the weights of the target's blocks stay on the disk.
+
+    Returns what Stage.run says of each set.
+    """
+    config, run_dir = stage.config, Path(stage.config.run_dir)
+    files, target = run_dir / FOLDER, load_skeleton(config.target)
+    connector = Connector(url, target, stage.spec, config)
+    server = Server(url, config, target.tokenizer, states_folder=files)
+    problems = [stage.run(target, chats, report, run_dir, server=server, connector=connector)]
+    greedy = Server(url, config, target.tokenizer, held_out=True, states_folder=files)
+    for name, set_chats, set_report in sets:
+        folder = run_dir / "eval-sets" / name
+        problems.append(
+            stage.run(
+                target,
+                set_chats,
+                set_report,
+                folder,
+                held_out=True,
+                server=greedy,
+                connector=connector,
+            )
+        )
+    if stage.rank == 0:  # all shards are there; what a killed run left behind is not needed
+        shutil.rmtree(files, ignore_errors=True)
+    return problems
 
 
 @contextmanager

@@ -120,11 +120,6 @@ class Rates:
 
 def measure(config: Config, target: Target, spec: TargetSpec, demand: Demand) -> Rates:
     """A few decoding steps at the full batch and one small shard, written beside the run folder and removed."""
-    if not demand.prompts:
-        raise UserError(
-            f"all {demand.dropped} chats of data.prompts are dropped; check data.max_prompt_tokens, "
-            "data.regenerate and the files"
-        )
     by_length = sorted(demand.prompts, key=len)
     size = min(config.data.batch_size, len(by_length))
     middle = (len(by_length) - size) // 2
@@ -178,7 +173,10 @@ def price_list(
     *,
     processes: int,
 ) -> list[str]:
-    """The lines that a person needs before paying. Measures for some seconds; leaves nothing on the disk."""
+    """The lines that a person needs before paying. Leaves nothing on the disk.
+
+    The target is measured for some seconds, unless extract.backend is vllm: then its blocks need no weights.
+    """
     data, taps = config.data, len(spec.target_layer_ids)
     if data.regenerate:
         limits = data.max_new_tokens, data.max_prompt_tokens
@@ -189,11 +187,19 @@ def price_list(
         Demand.of_questions(renderer, s, config.eval.max_new_tokens, data.max_prompt_tokens)
         for s in held_out
     ]
-    rates = measure(config, target, spec, training)
-    answering = 0.0
-    if data.regenerate:
-        answering = training.answer_tokens / rates.answers + training.prompt_tokens / rates.prefill
-    extracting = training.tokens / rates.states
+    if not training.prompts:
+        raise UserError(
+            f"all {training.dropped} chats of data.prompts are dropped; check data.max_prompt_tokens, "
+            "data.regenerate and the files"
+        )
+    most = "at most " if data.regenerate else ""
+    if config.extract.backend == "vllm":
+        hours = [
+            "hours:    unknown with extract.backend=vllm; the log of the server says how fast it is"
+        ]
+    else:
+        rates = measure(config, target, spec, training)
+        hours = _hours(training, rates, most, processes, answering=data.regenerate)
 
     def stored(tokens: int, dtype: str, last_hidden: bool, num_taps: int = taps) -> int:
         return tokens * bytes_per_token(num_taps, spec.hidden_size, dtype, last_hidden)
@@ -211,16 +217,11 @@ def price_list(
     free = shutil.disk_usage(existing_parent(Path(config.run_dir))).free
     fits = "fits" if needed <= free else f"DOES NOT FIT, {amount(needed - free)} are missing"
     rolling = "" if window is None else f" at a time, {amount(states)} in all"
-    most = "at most " if data.regenerate else ""
-    hours = [seconds / 3600 / processes for seconds in (answering, extracting)]
     lines = [
         f"tokens:   {most}{training.tokens:,}: {training.prompt_tokens:,} of {len(training.prompts):,} prompts, "
         f"{training.answer_tokens:,} of {training.answers:,} answers",
         f"held out: at most {held_tokens:,} tokens, {amount(held)} in {config.eval.dtype}; not in the hours",
-        f"rates:    {rates.answers:,.0f} answered and {rates.states:,.0f} extracted tokens/s in a short run, "
-        "each process",
-        f"hours:    {most}{sum(hours):,.2f}: {hours[0]:,.2f} for answers, {hours[1]:,.2f} for states, "
-        f"with {processes} {'process' if processes == 1 else 'processes'} on this machine",
+        *hours,
         f"disk:     {most}{amount(needed)}: {amount(kept)} of states{rolling}, {amount(held)} held out, "
         f"{amount(heads)} of heads; {amount(free)} free: {fits}",
     ]
@@ -242,3 +243,18 @@ def price_list(
                 cells += f"{amount(stored(training.tokens, dtype, last_hidden, count)):>15}{star}"
             lines.append(f"price:    {count:>4} {'yes' if last_hidden else 'no':>11} {cells}")
     return lines
+
+
+def _hours(
+    demand: Demand, rates: Rates, most: str, processes: int, *, answering: bool
+) -> list[str]:
+    seconds = [0.0, demand.tokens / rates.states]
+    if answering:
+        seconds[0] = demand.answer_tokens / rates.answers + demand.prompt_tokens / rates.prefill
+    hours = [s / 3600 / processes for s in seconds]
+    return [
+        f"rates:    {rates.answers:,.0f} answered and {rates.states:,.0f} extracted tokens/s in a short run, "
+        "each process",
+        f"hours:    {most}{sum(hours):,.2f}: {hours[0]:,.2f} for answers, {hours[1]:,.2f} for states, "
+        f"with {processes} {'process' if processes == 1 else 'processes'} on this machine",
+    ]

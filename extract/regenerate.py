@@ -9,6 +9,7 @@ A chat with several user turns is answered turn by turn, each turn with the answ
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,22 +188,33 @@ def _write_batch(
     batch: Sequence[tuple[int, list[int]]],
     answers: Sequence[tuple[list[int], Reason]],
 ) -> None:
-    lines = [json.dumps({"stamp": stamp, "answers": len(batch)})]
+    lines = []
     for (c, prompt), (ids, reason) in zip(batch, answers, strict=True):
         row = Row.of(f"{chats[c].id}#{turn}", chats[c].id, turn, prompt, ids, reason)
         lines.append(json.dumps(row.to_json()))
-    atomic_write_text(file, "\n".join(lines) + "\n")
+    head = {"stamp": stamp, "answers": len(batch), "sha256": _digest(lines)}
+    atomic_write_text(file, "\n".join([json.dumps(head), *lines]) + "\n")
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def read_batch(file: Path, stamp: str | None) -> list[Row] | None:
-    """The rows of a finished file, or None when it is missing, torn or made under other settings."""
+    """The rows of a finished file, or None when it is missing, damaged or made under other settings."""
+    found = _batch(file)
+    return found[1] if found and stamp in (None, found[0]) else None
+
+
+def _batch(file: Path) -> tuple[str, list[Row]] | None:
+    """(stamp, rows) of a file, None when it is missing or damaged."""
     try:
         head, *lines = file.read_text(encoding="utf-8").splitlines()
         header = json.loads(head)
-        if len(lines) != header["answers"] or (stamp is not None and header["stamp"] != stamp):
+        if (header["answers"], header["sha256"]) != (len(lines), _digest(lines)):
             return None
-        return [Row.of(**json.loads(line)) for line in lines]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
+        return header["stamp"], [Row.of(**json.loads(line)) for line in lines]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -211,14 +223,15 @@ def answers_so_far(folder: Path) -> list[Row]:
 
     Of each turn, those that were made under the same settings as its newest file: an earlier run may have left others.
     """
-    turns: dict[str, list[Path]] = {}
+    turns: dict[str, list[tuple[int, str, list[Row]]]] = {}
     for file in folder.glob("turn*-batch-*.jsonl"):
-        turns.setdefault(file.name.partition("-")[0], []).append(file)
+        if found := _batch(file):
+            age = file.stat().st_mtime_ns
+            turns.setdefault(file.name.partition("-")[0], []).append((age, *found))
     rows: list[Row] = []
-    for files in turns.values():
-        with max(files, key=lambda f: f.stat().st_mtime_ns).open(encoding="utf-8") as newest:
-            stamp = json.loads(newest.readline())["stamp"]
-        rows += [row for file in files for row in read_batch(file, stamp) or ()]
+    for batches in turns.values():
+        _, newest, _ = max(batches, key=lambda batch: batch[0])
+        rows += [row for _, stamp, some in batches if stamp == newest for row in some]
     return sorted(rows, key=lambda row: (row.chat_id, row.turn))
 
 

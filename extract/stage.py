@@ -6,6 +6,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from configs.load import UserError
 from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.choose import Sampler
+from extract.connector import Connector
 from extract.manifest import MANIFEST, Answers, Manifest, TargetInfo, Totals, read_manifest, require
 from extract.plan import plan
+from extract.probe import probe
 from extract.prompts import (
     Chat,
     MaskedSample,
@@ -29,7 +32,7 @@ from extract.prompts import (
 )
 from extract.regenerate import Reason, decode_batch, regenerate
 from extract.server import Server
-from extract.states import probe, write_states
+from extract.states import write_states
 from extract.target import Target, TargetSpec
 
 
@@ -51,9 +54,11 @@ class Stage:
         *,
         held_out: bool = False,
         server: Server | None = None,
+        connector: Connector | None = None,
     ) -> str | None:
         """Answers, then states. What is there already and was made with the same settings is kept.
 
+        The target itself makes both, unless a server is there for the answers or a connector for the states.
         Returns a sentence about samples that had to be left out, if there are any (process 0).
         UserError when the folder holds states that were made with other settings.
         """
@@ -92,7 +97,10 @@ class Stage:
             totals=Totals.of(()),
             **identity,
         )
-        probe(target, self.spec.target_layer_ids, samples[0].input_ids)
+        if connector is None:
+            probe(target, self.spec.target_layer_ids, samples[0].input_ids)
+        elif self.rank == 0:
+            connector.probe(samples[0])
         started = time.monotonic()
         complete = write_states(
             states,
@@ -100,6 +108,9 @@ class Stage:
             samples,
             plans,
             manifest,
+            make=partial(connector.shard, samples=samples, last_hidden=manifest.last_hidden)
+            if connector
+            else None,
             rank=self.rank,
             world=self.world,
             window_gb=None if held_out else self.config.extract.window_gb,

@@ -362,17 +362,25 @@ class Target:
 
         Taken once: the weights are frozen, and every set asks.
         """
-        if self._fingerprint is not None:
-            return self._fingerprint
-        digest = hashlib.sha256()
-        for name, p in self.model.named_parameters():
-            flat = p.detach().reshape(-1)
-            step = max(1, flat.numel() // 512)
-            sample = flat[::step][:512].to("cpu", torch.bfloat16).contiguous()
-            digest.update(f"{name}{tuple(p.shape)}".encode())
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-        self._fingerprint = digest.hexdigest()[:16]
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            for name, shape, sample in self._sampled_weights():
+                digest.update(f"{name}{shape}".encode())
+                digest.update(sample.view(torch.uint8).numpy().tobytes())
+            self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
+
+    def _sampled_weights(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+        """(name, shape, `sampled` values) of each parameter, in the model's order."""
+        for name, p in self.model.named_parameters():
+            yield name, tuple(p.shape), sampled(p)
+
+
+def sampled(weights: Tensor) -> Tensor:
+    """At most 512 of a parameter's values, in bfloat16 on the CPU."""
+    flat = weights.detach().reshape(-1)
+    step = max(1, flat.numel() // 512)
+    return flat[::step][:512].to("cpu", torch.bfloat16).contiguous()
 
 
 class Recorded:
@@ -433,14 +441,20 @@ def load_target(config: TargetConfig, *, dtype: str | None = None) -> Target:
             flush=True,
         )
     device = pick_device(config.device)
-    model = _from_pretrained(
+    model, found = _from_pretrained(
         AutoModelForCausalLM,
         config,
         location,
         dtype=DTYPES[dtype or config.dtype],
         attn_implementation=config.attn_implementation,
+        output_loading_info=True,
         **({"device_map": "balanced"} if config.device == "balanced" else {}),
     )
+    if lacking := sorted(found["missing_keys"]):  # transformers makes them up at random, and warns
+        raise UserError(
+            f"the files of {location.source} lack {lacking[0]} and {len(lacking) - 1} more of its weights; "
+            "download the model again"
+        )
     if config.device != "balanced":
         model = model.to(device)
     return Target(model, tokenizer, location.label)

@@ -169,6 +169,10 @@ class Window:
     def released(self) -> int:
         return released(self.folder, self.plan.plan_fingerprint) if self.plan else 0
 
+    def yet_to_come(self, missing: int, present: int) -> int:
+        """The most bytes that the disk must still take, when so many are missing and so many are there."""
+        return int(min(missing, max(self.limit - present, 0)))
+
     def has_room(self, index: int) -> bool:
         """Whether shard `index` fits, with all before it that training still needs."""
         if self.plan is None:

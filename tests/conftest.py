@@ -54,7 +54,13 @@ def tiny_tokenizer() -> Any:
 
 
 def make_target(
-    folder: Path, *, family: str = "qwen3", layers: int = 6, seed: int = 0, **overrides: Any
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    layers: int = 6,
+    seed: int = 0,
+    shard_size: str = "50GB",
+    **overrides: Any,
 ) -> Path:
     """Save a random target whose weights are large enough that its greedy answers vary."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -86,7 +92,7 @@ def make_target(
         # a trained model never says a padded row, which is where the mask token lies
         model.get_output_embeddings().weight[len(tokenizer) :] = 0
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -172,6 +172,7 @@ def test_an_unknown_key_is_told_where_it_belongs(file: Path, text: str, line: st
             "eval: {top_p: 0.9}",
             "eval.top_p=0.9 has no effect with eval.temperature=0, which is greedy",
         ),
+        ("eval: {prompts: [a/held.jsonl], best_by: hold}", "eval.best_by=hold is none of the sets"),
         ("eval: {top_k: 5, repetition_penalty: 1.2}", "eval.top_k=5 has no effect"),
         ("eval: {temperature: 1, top_p: 1}", "eval.top_p: must be less than 1"),
         ("seed: 010", 'seed: must be a whole number, was given the text "010"'),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 import eval.decode
 from configs.schema import Config, EvalConfig, TargetConfig
 from eval.decode import Drafting, decode, propose_chain, propose_tree, walk
-from eval.main import notes_on, settings_of
+from eval.done import SAMPLING, settings_of
+from eval.main import notes_on
 from eval.tree import Tree, build_tree
 from eval.verify import Verifier
 from extract.choose import Sampler
@@ -362,6 +364,7 @@ def test_every_setting_of_the_config_reaches_the_sampler_and_the_report():
 
 def test_results_made_with_other_settings_are_not_taken_for_these():
     """Replay does not depend on what only live decoding reads."""
+    assert {field.name for field in fields(Sampler)} == set(SAMPLING)
     config = Config.model_validate(
         {"run_dir": "r", "target": {"path": "t"}, "data": {"prompts": ["p"]}}, strict=False
     )

@@ -17,9 +17,10 @@ from transformers import AutoConfig
 
 import extract.target
 from configs.load import UserError
+from extract.probe import probe
 from extract.prompts import MaskedSample
 from extract.shards import ShardReader, plan
-from extract.states import probe, write_states
+from extract.states import write_states
 from extract.target import Target
 from tests.conftest import make_target, tiny_tokenizer
 from tests.test_eval_verify import FAMILIES, GDN, load

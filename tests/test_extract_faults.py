@@ -436,6 +436,12 @@ def test_the_command_names_a_bad_sample_and_ends_with_1(extracted, tiny_target, 
         assert "NaN or Inf in token 2, tap number 1" in sentence
         assert sentence.endswith(f"accelerate launch train/main.py --config {config}")
     assert "'q3" in run("extract/main.py", "--config", str(config), "--verify", status=1)
+    every = tmp_path / "every.py"
+    every.write_text(POISON.replace('if sample.id.startswith("q3")', "if True"))
+    other = [*command[1:], "--set", f"run_dir={tmp_path / 'none'}"]
+    assert "8 of 8 samples are left out" in run(str(every), *other, status=1, PYTHONPATH=str(ROOT))
+    refused = run("train/main.py", *other[1:], status=2)
+    assert "has no samples: all 8 were left out, see manifest.json" in refused
     run("train/main.py", "--config", str(config), "--set", "train.max_steps=1")  # one may go on
     run("extract/main.py", "--config", str(config))  # the fault has gone
     run("extract/main.py", "--config", str(config), "--verify")

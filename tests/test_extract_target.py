@@ -12,9 +12,9 @@ from configs.load import UserError
 from configs.schema import DrafterConfig, TargetConfig
 from extract.cache import GrowingLayer, cache_argument, new_cache
 from extract.head import head_of, load_head, save_head
+from extract.probe import probe
 from extract.prompts import Chat, Renderer
 from extract.regenerate import decode_batch, read_batch, regenerate
-from extract.states import probe
 from extract.target import (
     Target,
     choose_mask_token,
@@ -160,6 +160,13 @@ def test_answers_are_resumed_and_bound_to_their_prompt(target, tmp_path):
     assert read_batch(files[0], None) is None
     again, _ = go(limit=6)
     assert again == rows and len(calls) == 1
+    text = files[0].read_text()
+    digit = max(i for i, c in enumerate(text) if c.isdigit())
+    files[0].write_text(text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :])
+    assert read_batch(files[0], None) is None, "another token, in a file that still reads"
+    again, _ = go(limit=6)
+    assert again == rows and files[0].read_text() == text
+    calls.clear()
     go(limit=7)  # other settings: nothing old is used
     assert sum(calls) == 4
     # the second turn's prompt holds the first answer, as a served chat would

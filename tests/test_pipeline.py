@@ -29,7 +29,7 @@ from extract.target import load_target
 from tests.conftest import QUESTIONS, make_target, write_config, write_prompts
 from tests.test_eval_served import Engine
 from train.batches import StepDataset
-from train.checkpoint import complete_checkpoints
+from train.checkpoint import complete_checkpoints, find_checkpoint
 from train.layout import load_drafter
 from train.startup import make_schedule
 from train.step import prepare
@@ -50,7 +50,8 @@ def run(*command: str, status: int = 0, **environment: str) -> str:
     )
     out = done.stdout + done.stderr
     assert done.returncode == status, out
-    assert "Traceback" not in out, out
+    # the launcher of several processes has a traceback of its own when one of them fails
+    assert "Traceback" not in out or (status and "ChildFailedError" in out), out
     return out
 
 
@@ -166,9 +167,20 @@ def test_replay_equals_live_list_by_list_and_text_is_plain_greedy(trained, monke
 def test_eval_prints_lossless_results_and_draws_a_report(trained, tmp_path):
     out = run("eval/main.py", "--config", str(trained), "--checkpoint", "all")
     assert "next:" in out or "report:" in out
+    run_dir = Path(load_config(trained).run_dir)
+    chain = {
+        file.parent.name: row["tau"]
+        for file in (run_dir / "evals").glob("step-*/results.json")
+        for row in json.loads(file.read_text())["rows"]
+        if row["decoder"] == "dflash"
+    }
+    assert len(chain) == len(complete_checkpoints(run_dir)) == 4
+    best = find_checkpoint(run_dir, "best")
+    assert chain[best.name] == max(chain.values()) and f"best of 4: {best.name}" in out
+    found = run("eval/main.py", "--config", str(trained), "--checkpoint", "best")
+    assert f"{best.name} has replay results" in found
     live = run("eval/main.py", "--config", str(trained), "--mode", "live")
     assert "report:" in live
-    run_dir = Path(load_config(trained).run_dir)
     last = sorted((run_dir / "evals").iterdir())[-1]
     results = json.loads((last / "live" / "results.json").read_text())
     assert results["lossless_check"]["answers_that_differ"] == 0
@@ -252,6 +264,19 @@ def gradients(config: Path) -> list[dict]:
     ]
 
 
+def held_out(config: Path) -> list[dict]:
+    """What training measured on the held-out set meanwhile, under the names of `gradients`."""
+    return [
+        {
+            "step": m["step"],
+            "loss": m["held_out_loss"],
+            "grad_norm": m["held_out_tau_proxy"],
+            "tokens": 0,
+        }
+        for m in metrics(Path(load_config(config).run_dir))
+    ]
+
+
 def close(a: list[dict], b: list[dict], tolerance: float) -> None:
     assert [x["step"] for x in a] == [x["step"] for x in b] and len(a) > 2
     for x, y in zip(a, b, strict=True):
@@ -327,9 +352,8 @@ def test_zero_stages_give_the_losses_of_plain_training(extracted, tmp_path, stag
         config_file=f"configs/accelerate/zero{stage}.yaml",
     )
     assert f"DeepSpeed ZeRO-{stage}" in out and "2 processes = 4 rows" in out
-    a, b = gradients(cut), gradients(plain)
-    for x, y in zip(a, b, strict=True):
-        assert abs(x["loss"] - y["loss"]) < 1e-4 * y["loss"], (x, y)
+    close(gradients(cut), gradients(plain), 1e-4)
+    close(held_out(cut), held_out(plain), 1e-4)
     ours, theirs = (
         load_drafter(complete_checkpoints(Path(load_config(c).run_dir))[-1]) for c in (cut, plain)
     )
@@ -356,59 +380,6 @@ def test_every_objective_trains_end_to_end(tiny_target, tmp_path):
         run("train/main.py", "--config", str(config), *sets)
         lines = metrics(tmp_path / name)
         assert lines[-1]["loss"] < 0.9 * lines[0]["loss"], (name, lines[0], lines[-1])
-
-
-@pytest.mark.parametrize("how", ["plain", "zero2"])
-def test_interrupted_and_resumed_is_the_uninterrupted_run(extracted, tmp_path, how):
-    """SIGTERM in the middle, then --resume: the same losses, bit for bit, and the same weights."""
-
-    def start(config: Path, *more: str) -> None:
-        if how == "plain":
-            run("train/main.py", "--config", str(config), *more)
-        else:
-            launch("train/main.py", "--config", str(config), *more, processes=2,
-                   config_file="configs/accelerate/zero2.yaml")  # fmt: skip
-
-    settings = {
-        "max_steps": 12,
-        "epochs": 12,
-        "max_length": 48,
-        "batch_size": 1,
-        "checkpoint_every": 4,
-    }
-    whole = copy_run(extracted, tmp_path / "whole", **settings)
-    start(whole)
-    parts = copy_run(extracted, tmp_path / "parts", **settings)
-    run_dir = Path(load_config(parts).run_dir)
-    start(parts)  # a complete run ...
-    for checkpoint in complete_checkpoints(run_dir)[
-        1:
-    ]:  # ... of which only the first checkpoint survives
-        shutil.rmtree(checkpoint)
-    (
-        run_dir / "checkpoints" / "step-000099"
-    ).mkdir()  # and a half-written one, which must not be picked
-    start(parts, "--resume")
-    assert gradients(parts) == gradients(whole)
-    a, b = (complete_checkpoints(Path(load_config(c).run_dir))[-1] for c in (whole, parts))
-    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
-
-
-def test_sigterm_leaves_a_checkpoint_to_go_on_from(extracted, tmp_path):
-    config = copy_run(extracted, tmp_path, max_steps=4000, epochs=9000, max_length=48, batch_size=1)
-    run_dir = Path(load_config(config).run_dir)
-    process = subprocess.Popen([sys.executable, "train/main.py", "--config", str(config)], cwd=ROOT,
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
-    while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 3:
-        time.sleep(0.2)
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and "add --resume" in out
-    (only,) = complete_checkpoints(run_dir)
-    assert int(only.name.removeprefix("step-")) == metrics(run_dir)[-1]["step"]
-    refused = run("train/main.py", "--config", str(config), status=2)
-    assert "--resume" in refused
 
 
 def test_extract_is_the_same_for_any_number_of_processes_and_after_a_kill(

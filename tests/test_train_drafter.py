@@ -149,7 +149,7 @@ def test_a_causal_layer_keeps_later_slots_out(full):
         out[0, 3] += 1.0
         return out
 
-    drafting.head.embed = changed  # type: ignore[method-assign]
+    drafting.head.embed = changed  # type: ignore[method-assign, assignment]
     reached = [
         not torch.equal(a, b) for a, b in zip(drafting.draft(int(ids[0])), before, strict=True)
     ]
@@ -158,7 +158,11 @@ def test_a_causal_layer_keeps_later_slots_out(full):
 
 def test_a_drafter_uses_the_tables_in_its_own_way():
     """The target's scale and cap are the target's; a drafter's logits are cap * tanh(m * W h / cap)."""
-    own = {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+    own: dict[str, Any] = {
+        "input_embedding_scale": 3.0,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 2.0,
+    }
     plain, scaled = small_drafter(), small_drafter(**own)
     scaled.load_state_dict(plain.state_dict())
     ids, features, head = inputs()

@@ -156,3 +156,12 @@ def test_a_release_is_never_taken_back(tmp_path):
     (tmp_path / "window.json").write_text("{}")
     with pytest.raises(UserError, match="is damaged; delete it"):
         released(tmp_path, "p")
+
+
+def test_a_disk_that_holds_the_window_is_large_enough_for_a_restart(tmp_path):
+    """What stands already needs no second place: a full window, started again, asks for nothing."""
+    window = Window(tmp_path, plan_of([[20] * 6] * 10), gigabytes=4000 / 1e9)
+    assert window.yet_to_come(missing=12_000, present=0) == 4000
+    assert window.yet_to_come(missing=8_000, present=3600) == 400
+    assert window.yet_to_come(missing=100, present=3600) == 100
+    assert Window(tmp_path, None, None).yet_to_come(missing=12_000, present=7) == 12_000

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +103,92 @@ def test_a_wandb_that_fails_does_not_stop_the_run(tmp_path, config, monkeypatch,
     tracker.close()
     assert "no service" in capsys.readouterr().err
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 2.0
+
+
+def test_a_kill_while_the_record_is_cut_back_loses_nothing(tmp_path, config, monkeypatch):
+    text = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 13))
+    (tmp_path / "metrics.jsonl").write_text(text)
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("configs.provenance.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Tracker(tmp_path, config("disabled"), stage="train", resume_step=10)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+class WandbServer(ThreadingHTTPServer):
+    """Answers what wandb asks at the start of a run, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        name = (asked.get("variables") or {}).get("name")
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        bucket = {"id": "b", "name": name, "displayName": name, "project": project}
+        data = {
+            "upsertBucket": {"bucket": bucket, "inserted": True},
+            "serverInfo": {"features": []},
+        }
+        body = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+import train.tracking
+from configs.load import load_config
+train.tracking.START_SECONDS, train.tracking.FINISH_SECONDS = float(sys.argv[3]), 2.0
+tracker = train.tracking.Tracker(Path(sys.argv[2]), load_config(sys.argv[1]), stage="train", resume_step=None)
+print("started", flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+for step in range(1, 200):
+    tracker.log({"step": step, "loss": 1.0})
+assert time.monotonic() - began < 5, "logging waits for the network"
+tracker.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_a_dead_network_holds_nobody_up(tmp_path, tiny_target, when):
+    """A real wandb, online, whose server is not there at all or goes away in the middle of the run."""
+    server = WandbServer()
+    address = "http://127.0.0.1:9" if when == "start" else f"http://127.0.0.1:{server.server_port}"
+    file = write_config(tmp_path / "c.yaml", tiny_target, tracking={"wandb": "online"})
+    environment = {
+        **os.environ,
+        "WANDB_BASE_URL": address,
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_MODE": "online",
+    }
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(file), str(tmp_path), "2" if when == "start" else "60"],
+        env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert run.stdin and run.stdout and run.stdout.readline() == "started\n"
+    server.shutdown()
+    server.server_close()
+    began = time.monotonic()
+    _, said = run.communicate("\n", timeout=60)
+    assert time.monotonic() - began < 20 and run.returncode == 0, said
+    if when == "start":
+        assert "did not start" in said
+    else:
+        assert Path(said.split("`wandb sync ")[1].split("`")[0]).is_dir()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 199

@@ -4,6 +4,7 @@
         model.safetensors  config.json  README.md      what engines load (the published layout)
         resume/            float32 weights, optimizer state, trainer.json
         DONE               comes last; a folder without it does not exist for anybody
+    checkpoints/best.json  which one evaluation found the best; it is never deleted
 
 Everything is written to `.step-000200.tmp` by all ranks, then renamed by one.
 """
@@ -22,11 +23,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from configs.load import UserError
-from configs.provenance import atomic_write_json
+from configs.provenance import FolderLock, atomic_write_json
 from train.drafter import DFlashDrafter
 from train.layout import save_drafter
 
-DONE = "DONE"
+DONE, BEST = "DONE", "best.json"
 
 
 def checkpoint_interval(wanted: int | None, total_steps: int) -> int:
@@ -36,7 +37,8 @@ def checkpoint_interval(wanted: int | None, total_steps: int) -> int:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Folders of complete checkpoints, oldest first."""
-    return sorted(done.parent for done in (run_dir / "checkpoints").glob(f"step-*/{DONE}"))
+    found = (done.parent for done in (run_dir / "checkpoints").glob(f"step-*/{DONE}"))
+    return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -50,6 +52,17 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
         if not done:
             raise UserError(f"{run_dir} has no complete checkpoint; train first")
         return done[-1]
+    if name == "best":
+        record = read_best(run_dir)
+        if record is None:
+            raise UserError(
+                f"nothing in {run_dir} says which checkpoint is the best; evaluate with --checkpoint all --mode replay"
+            )
+        if (best := run_dir / "checkpoints" / record["checkpoint"]) not in done:
+            raise UserError(
+                f"the best checkpoint was {best}, which is gone; evaluate with --checkpoint all --mode replay"
+            )
+        return best
     folder = Path(name) if Path(name).is_dir() else run_dir / "checkpoints" / name
     if not folder.is_dir():
         known = ", ".join(p.name for p in done) or "none"
@@ -59,6 +72,36 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
             f"checkpoint {folder} was never finished (it has no {DONE}); choose another"
         )
     return folder
+
+
+def read_best(run_dir: Path) -> dict[str, Any] | None:
+    """checkpoints/best.json: `checkpoint` (a folder's name), its `tau` and what that was measured `by`."""
+    try:
+        out: dict[str, Any] = json.loads((run_dir / "checkpoints" / BEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    return out
+
+
+def record_best(run_dir: Path, checkpoint: Path, tau: float, by: str) -> bool:
+    """Name the best checkpoint, which training then keeps. False when training has deleted it already."""
+    with FolderLock(run_dir, "best", wait=True):
+        if not (checkpoint / DONE).exists():
+            return False
+        record = {"checkpoint": checkpoint.name, "tau": tau, "by": by}
+        if record != read_best(run_dir):
+            atomic_write_json(run_dir / "checkpoints" / BEST, record)
+        return True
+
+
+def delete_old(run_dir: Path, keep: int) -> None:
+    """All complete checkpoints but the `keep` newest and the best."""
+    with FolderLock(run_dir, "best", wait=True):  # none becomes the best in the meantime
+        best = (read_best(run_dir) or {}).get("checkpoint")
+        for old in complete_checkpoints(run_dir)[:-keep]:
+            if old.name != best:
+                (old / DONE).unlink()  # first: a half-deleted folder is no checkpoint
+                shutil.rmtree(old)
 
 
 def save_checkpoint(
@@ -110,11 +153,7 @@ def save_checkpoint(
         _flush(temporary)
         temporary.rename(final)
         _flush(final.parent)
-        for old in complete_checkpoints(run_dir)[:-keep]:
-            (
-                old / DONE
-            ).unlink()  # first, so that a half-deleted folder is not taken for a checkpoint
-            shutil.rmtree(old)
+        delete_old(run_dir, keep)
     accelerator.wait_for_everyone()
     return final
 

@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int | None:
     if not args.checkpoint.is_dir():
         raise UserError(f"there is no folder {args.checkpoint}; give a checkpoint folder")
     if args.command == "push":
-        return upload(args.checkpoint, args.repo, private=args.private, dry_run=args.dry_run)
+        upload(args.checkpoint, args.repo, private=args.private, dry_run=args.dry_run)
+        return None
     write(args.checkpoint, args.to, args.out, args.target)
     print(f"{args.checkpoint} in the layout of {args.to}: {args.out}")
     return None

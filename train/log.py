@@ -12,38 +12,50 @@ from torch import Tensor
 
 
 class Window:
-    """Sums since the last logged step."""
+    """Sums since the last logged step, over the steps that were not skipped."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
+        self.skipped = 0
         self.started = time.perf_counter()
         self.data_seconds = 0.0
 
     def add(self, sums: Tensor) -> None:
         self.sums = sums.clone() if self.sums is None else self.sums + sums
 
-    def line(self, step: int, epoch: int, lr: float, norm: float, block: int) -> dict[str, Any]:
-        """The metrics.jsonl line. `loss` is per unit of weight, with D-PACE per block. `tau_proxy` is the mean over drawn
-        anchors of 1 + leading correct drafts: an estimate, because decoding visits other anchors than the drawn ones
-        (eval has the real tau)."""
+    def loss_and_tau(self, block: int) -> tuple[float, float]:
+        """Loss per unit of weight, with D-PACE per block, and 1 + the leading correct drafts of the mean block."""
         assert self.sums is not None
-        numerator, divisor, tokens, *rest = self.sums[:-1].tolist()
+        numerator, divisor, _, *rest = self.sums.tolist()
+        blocks, leading = rest[2 * block], rest[2 * block + 1 :]
+        return numerator / max(divisor, 1e-9), 1 + sum(leading) / max(blocks, 1)
+
+    def line(self, step: int, epoch: int, lr: float, norm: float, block: int) -> dict[str, Any]:
+        """The metrics.jsonl line, for a window with at least one step.
+
+        `tau_proxy` is an estimate, because decoding visits other anchors than the drawn ones (eval has the real tau).
+        `data_wait` is the share of the time in which the main process waited for data. `tokens` is the window's sum,
+        `lr` and `grad_norm` are its last step's.
+        """
+        assert self.sums is not None
+        loss, tau = self.loss_and_tau(block)
+        _, _, tokens, *rest = self.sums.tolist()
         supervised, correct = rest[:block], rest[block : 2 * block]
-        blocks, leading = rest[2 * block], rest[2 * block + 1 : 3 * block]
         seconds = time.perf_counter() - self.started
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _peak_rss()
         return {
             "step": step,
             "epoch": epoch,
             "tokens": int(tokens),
-            "loss": numerator / max(divisor, 1e-9),
+            "loss": loss,
             "accuracy": sum(correct) / max(sum(supervised), 1),
             "accuracy_at_position": [
                 c / max(s, 1) for c, s in zip(correct[1:], supervised[1:], strict=True)
             ],
-            "tau_proxy": 1 + sum(leading) / max(blocks, 1),
+            "tau_proxy": tau,
             "lr": lr,
             "grad_norm": norm,
+            "skipped_steps": self.skipped,
             "tokens_per_second": tokens / seconds,
             "slots_per_second": sum(supervised) / seconds,
             "data_wait": self.data_seconds / seconds,
@@ -54,7 +66,8 @@ class Window:
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch.compile has made so far. It stands still after the first step, or shapes are not constant."""
+    """Graphs that torch.compile has made so far. It stands still after the first step and the first
+    held-out measurement, or shapes are not constant."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from configs.load import UserError, add_arguments, config_from_args, main_guard
 from configs.provenance import FolderLock, open_run_dir
@@ -39,7 +38,9 @@ from train.checkpoint import (
     trainer_state,
 )
 from train.drafter import DFlashDrafter
+from train.held_out import held_out
 from train.log import Window, terminal_line
+from train.nonfinite import report_nonfinite
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from train.rolling import Arrivals
 from train.signals import StopSignal
@@ -53,7 +54,7 @@ from train.startup import (
     sampled_head,
     summary,
 )
-from train.step import gradient_norm, loss_of, prepare, require_finite, run_drafter, step_sums
+from train.step import backward, loss_of, optimizer_step, prepare, run_drafter, step_sums
 from train.tracking import Tracker
 
 
@@ -139,8 +140,9 @@ def train(
         last_hidden=options.distillation > 0,
     )  # fmt: skip
     batches = step_batches(dataset, start, total_steps, workers=2 if device.type == "cuda" else 0)
+    held = held_out(config, manifest, accelerator, total_steps)
     window = Window()
-    done = start
+    done, skips = start, 0
 
     def save() -> None:
         if done == start:
@@ -152,22 +154,23 @@ def train(
             optimizer,
             step=done,
             card=model_card(config, manifest, reader.totals, done, drafter),
-            trainer={"identity": run_identity(config, schedule)},
+            trainer={"identity": run_identity(config, schedule), "total_steps": total_steps},
             keep=options.keep_checkpoints,
         )
         accelerator.print(f"checkpoint: {folder}")
         arrivals.release(done)
 
     for step in range(start, total_steps):
-        # 0. With a rolling window, extraction may still be at work on this step's states.
+        # 0. This step's micro-batches. With a rolling window, extraction may still be at work on its states.
+        waiting = time.perf_counter()
         if not arrivals.wait(step):
             save()
             break
+        batches_of_step = next(batches)
+        window.data_seconds += time.perf_counter() - waiting
 
-        # 1. This step's micro-batches, their anchors, and the global divisor of their summed losses.
-        data_started = time.perf_counter()
-        micro = [prepare(b.to(device), config) for b in next(batches)]
-        window.data_seconds += time.perf_counter() - data_started
+        # 1. Their anchors, and the global divisor of their summed losses.
+        micro = [prepare(batch.to(device), config) for batch in batches_of_step]
         divisor = accelerator.reduce(
             torch.stack([m.divisor for m in micro]).sum().double(), "sum"
         ).clamp(min=1e-9)
@@ -180,37 +183,47 @@ def train(
         loss_head = sampled.at(step) if sampled else head
         scale = accelerator.num_processes * options.gradient_accumulation_steps / divisor
         sums = torch.zeros(4 + 3 * config.drafter.block_size, dtype=torch.float64, device=device)
+        losses = []
         for part in micro:
             with accelerator.accumulate(model):
                 hidden = run_drafter(model, accelerator.unwrap_model(model), head, part)
                 numerator, correct = loss_of(hidden, loss_head, part, config)
-                accelerator.backward(numerator * scale.float())
-                sums[:-1] += step_sums(numerator, part, correct)
-                if accelerator.sync_gradients:
-                    norm = gradient_norm(accelerator, model, options.max_grad_norm)
-                if accelerator.distributed_type != DistributedType.DEEPSPEED:
-                    if accelerator.sync_gradients:
-                        require_finite(numerator, norm, micro, step)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                backward(accelerator, model, numerator * scale.float())
+            sums[:-1] += step_sums(numerator, part, correct)
+            losses.append(numerator.detach())
+
+        # 3. The optimizer's step, unless a NaN or an Inf came from any rank.
+        norm, finite = optimizer_step(accelerator, model, optimizer, options.max_grad_norm)
         sums[-1] = stop.requested  # any rank's signal stops all of them
         sums = accelerator.reduce(sums, "sum")
-        require_finite(sums[0], norm, micro, step)
-
-        # 3. The log.
-        window.add(sums)
         done = step + 1
-        if tracker and (done % options.log_every == 0 or done == total_steps):
-            line = window.line(
-                done, step // schedule.steps_per_epoch, lr, float(norm), config.drafter.block_size
-            )
-            tracker.log(line)
-            print(terminal_line(line, total_steps), flush=True)
+        if finite:
+            window.add(sums[:-1])
+            skips = 0
+        else:
+            skips += 1
+            window.skipped += 1
+            report_nonfinite(
+                accelerator, micro, losses,
+                step=done, norm=norm, skip=options.nonfinite == "skip", skips=skips,
+            )  # fmt: skip
+
+        # 4. The log.
+        stopping = bool(sums[-1] > 0)
+        scheduled = done % every == 0 or done == total_steps
+        due = done % options.log_every == 0 or scheduled or stopping
+        if due and window.sums is not None:  # None: all were skipped, and the window stays open
+            epoch = step // schedule.steps_per_epoch
+            line = window.line(done, epoch, lr, norm, config.drafter.block_size)
+            if held and (scheduled or done % held.every == 0):
+                line |= held.values(model, head)
+            if tracker:
+                tracker.log(line)
+                print(terminal_line(line, total_steps), flush=True)
             window = Window()
 
-        # 4. The checkpoint.
-        stopping = bool(sums[-1] > 0)
-        if done % every == 0 or done == total_steps or stopping:
+        # 5. The checkpoint.
+        if scheduled or stopping:
             save()
         if stopping:
             break

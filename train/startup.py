@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch.distributed import DistError
 
-from configs.load import UserError
+from configs.load import UserError, first_line
 from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.head import TargetHead
-from extract.manifest import require
+from extract.manifest import MANIFEST, require
 from extract.shards import ShardReader
 from extract.window import (
     NOTICE_SECONDS,
@@ -27,6 +29,19 @@ from train.batches import Schedule, pack
 from train.rolling import RollingSchedule, rolling_schedule
 from train.sampling import SampledHead
 
+# What may change at a resume. The two factors of the rows per step may, their product may not.
+FREE = {
+    "batch_size",
+    "checkpoint_every",
+    "gradient_accumulation_steps",
+    "keep_checkpoints",
+    "log_every",
+    "loss_chunk",
+    "nonfinite",
+}
+# For all processes to come together, and for each step of their talk later on.
+MEETING = timedelta(minutes=10)
+
 
 def make_accelerator(config: Config) -> Accelerator:
     """The accelerator, with the process group that the launcher meant.
@@ -36,13 +51,21 @@ def make_accelerator(config: Config) -> Accelerator:
     """
     cuda, launched = torch.cuda.is_available(), "WORLD_SIZE" in os.environ
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
-    accelerator = Accelerator(
-        cpu=not cuda and not deepspeed,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if launched and not cuda else [],
-        mixed_precision="no",  # the drafter casts for itself; weights and optimizer state stay float32
-    )
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=MEETING)
+    try:
+        accelerator = Accelerator(
+            cpu=not cuda and not deepspeed,
+            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+            kwargs_handlers=[group] if launched else [],
+            mixed_precision="no",  # the drafter casts for itself; weights and optimizer state stay float32
+        )
+    except DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"process {os.environ.get('RANK')} of {world} did not meet the others at {where} ({first_line(error)}); "
+            f"start all {world} within {MEETING.seconds} s, with this address, each with a rank of its own"
+        ) from None
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes but this run sees {accelerator.num_processes}"
@@ -56,15 +79,17 @@ def make_accelerator(config: Config) -> Accelerator:
                 f"train.gradient_accumulation_steps is {wanted} but the DeepSpeed config says {given}; "
                 "set that one to auto"
             )
-        if config.train.optimizer == "muon" and plugin["zero_optimization"]["stage"] > 0:
+        zero = plugin["zero_optimization"]["stage"]
+        if config.train.optimizer == "muon" and zero > 0:
             raise UserError(
-                f"train.optimizer=muon needs whole matrices and ZeRO stage {plugin['zero_optimization']['stage']} "
-                "cuts them up; use ZeRO stage 0, plain accelerate launch, or adamw"
+                f"train.optimizer=muon needs whole matrices and ZeRO stage {zero} cuts them up; use ZeRO stage 0, "
+                "plain accelerate launch, or adamw"
             )
         plugin.update(
             train_micro_batch_size_per_gpu=config.train.batch_size,
             gradient_accumulation_steps=wanted,
-            gradient_clipping=config.train.max_grad_norm,
+            # without ZeRO the loop clips, see train.step.optimizer_step
+            gradient_clipping=config.train.max_grad_norm if zero else 0.0,
             zero_allow_untested_optimizer=True,
         )
         for key in ("bf16", "fp16"):
@@ -110,6 +135,11 @@ def make_schedule(config: Config, reader: ShardReader | WindowReader, world: int
 
 def check_states(config: Config, reader: ShardReader | WindowReader, folder: Path) -> None:
     """The states must be what the config says; both values are named."""
+    if not reader.lengths:
+        raise UserError(
+            f"{folder} has no samples: all {len(reader.manifest.quarantined)} were left out, "
+            f"see {MANIFEST} for the reasons"
+        )
     expected: dict[str, object] = {"storage_dtype": config.extract.storage_dtype}
     if config.drafter.target_layer_ids is not None:
         expected["target_layer_ids"] = config.drafter.target_layer_ids
@@ -140,9 +170,7 @@ def sampled_head(
 
 def run_identity(config: Config, schedule: Schedule) -> str:
     """What a resumed run must have in common with the interrupted one for its steps to be the same."""
-    options = config.train.model_dump(
-        exclude={"log_every", "checkpoint_every", "keep_checkpoints", "loss_chunk"}
-    )
+    options = config.train.model_dump(exclude=FREE)
     return fingerprint(
         [
             config.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from configs.load import UserError
 from configs.schema import Config
 from extract.head import TargetHead
 from train.batches import Batch
@@ -118,19 +117,34 @@ def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:
     return torch.cat([head, flat])
 
 
-def gradient_norm(accelerator: Accelerator, model: Any, limit: float) -> Tensor:
+def backward(accelerator: Accelerator, model: Any, loss: Tensor) -> None:
+    """Add the gradients of one micro-step. accelerate's own would let DeepSpeed step at once, unseen.
+
+    A loss that is not finite makes all of its gradients so, and with them the norm on every rank.
+    """
+    loss = loss * torch.where(loss.isfinite(), 1.0, torch.nan)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return torch.tensor(float(model.get_global_grad_norm() or 0.0))  # DeepSpeed clips by itself
-    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
-    assert norm is not None
-    return norm
+        model.set_gradient_accumulation_boundary(is_boundary=accelerator.sync_gradients)
+        model.backward(loss)
+    else:
+        accelerator.backward(loss)
 
 
-def require_finite(loss: Tensor, norm: Tensor, micro: Sequence[Prepared], step: int) -> None:
-    if not (torch.isfinite(loss) and torch.isfinite(torch.as_tensor(norm))):
-        ids = [i for part in micro for i in part.batch.sample_ids]
-        raise UserError(
-            f"step {step + 1} gave loss {float(loss):.3g} and gradient norm {float(norm):.3g}; this rank's samples: "
-            f"{', '.join(ids[:8])}{' ...' if len(ids) > 8 else ''}; the last checkpoint is untouched; lower "
-            "train.learning_rate or check the samples with extract/main.py --verify"
-        )
+def optimizer_step(
+    accelerator: Accelerator, model: Any, optimizer: Any, limit: float
+) -> tuple[float, bool]:
+    """Clip the gradients, step and clear them: (their norm before, whether it is finite), the same on all ranks.
+
+    Without a finite norm nothing but the gradients changes.
+    """
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if deepspeed and model.zero_optimization():
+        model.step()  # clips by itself, and leaves out a step whose norm is not finite
+        norm = float(model.get_global_grad_norm())
+        return norm, math.isfinite(norm)
+    clip: Any = torch.nn.utils.clip_grad_norm_ if deepspeed else accelerator.clip_grad_norm_
+    norm = float(clip(model.parameters(), limit))
+    if finite := math.isfinite(norm):
+        (model if deepspeed else optimizer).step()
+    (model if deepspeed else optimizer).zero_grad()
+    return norm, finite

@@ -13,7 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from configs.provenance import atomic_write_json, atomic_write_text
 from configs.schema import Config
+
+START_SECONDS, FINISH_SECONDS = 15.0, 30.0  # a dead network holds a run up no longer than that
 
 
 class Tracker:
@@ -26,26 +29,22 @@ class Tracker:
         self.stage = stage
         if resume_step is not None and self.file.exists():
             kept = [line for line in _lines(self.file) if line["step"] <= resume_step]
-            self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            atomic_write_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         self._out = self.file.open("a", encoding="utf-8")
         self._run: Any = start_wandb(run_dir, config, stage)
 
     def log(self, values: dict[str, Any]) -> None:
         self._out.write(json.dumps(values) + "\n")
         self._out.flush()
-        if self._run is not None:
-            try:
-                self._run.log({f"{self.stage}/{k}": v for k, v in flatten(values).items()})
-            except (
-                Exception
-            ) as error:  # wandb raises whatever its service does; training goes on without it
-                print(f"warning: wandb stopped ({error}); metrics.jsonl goes on", file=sys.stderr)
-                self._run = None
+        if self._run is not None and not log_wandb(
+            self._run, {f"{self.stage}/{k}": v for k, v in flatten(values).items()}
+        ):
+            self._run = None
 
     def close(self) -> None:
         self._out.close()
         if self._run is not None:
-            self._run.finish()
+            finish_wandb(self._run)
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +98,12 @@ def start_wandb(run_dir: Path, config: Config, stage: str) -> Any:
             mode=mode,
             dir=str(run_dir),
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(init_timeout=15, x_disable_stats=True),
+            settings=wandb.Settings(
+                init_timeout=START_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
+                x_disable_stats=True,
+            ),
         )
         run.define_metric(f"{stage}/step")
         run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
@@ -110,5 +114,27 @@ def start_wandb(run_dir: Path, config: Config, stage: str) -> Any:
         )
         return None
     if run_id not in ids:
-        id_file.write_text(json.dumps({"ids": [*ids, run_id]}))
+        atomic_write_json(id_file, {"ids": [*ids, run_id]})
     return run
+
+
+def log_wandb(run: Any, values: dict[str, Any]) -> bool:
+    """Whether wandb took them; what it raises is said on stderr and stops nobody."""
+    try:
+        run.log(values)
+    except Exception as error:  # whatever its service does
+        print(f"warning: wandb stopped ({error}); the files go on", file=sys.stderr)
+        return False
+    return True
+
+
+def finish_wandb(run: Any) -> None:
+    """Upload what is left, for FINISH_SECONDS at most."""
+    try:
+        run.finish()
+    except Exception as error:  # also TimeoutError, when the network is away
+        folder = Path(run.settings.sync_dir)
+        print(
+            f"warning: wandb has not got everything ({error}); `wandb sync {folder}` sends the rest",
+            file=sys.stderr,
+        )

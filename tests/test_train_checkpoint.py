@@ -1,0 +1,182 @@
+"""Checkpoints: which one is found, which ones stay, and that reading one back changes no byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import Qwen3Config
+
+from configs.load import UserError
+from configs.schema import TrainConfig
+from train.checkpoint import (
+    complete_checkpoints,
+    delete_old,
+    find_checkpoint,
+    load_checkpoint,
+    read_best,
+    record_best,
+    save_checkpoint,
+)
+from train.drafter import DFlashDrafter, DraftShape
+from train.optimizer import make_optimizer
+from train.step import backward, optimizer_step
+
+
+def fake(run_dir: Path, *steps: int) -> list[Path]:
+    folders = [run_dir / "checkpoints" / f"step-{step:06d}" for step in steps]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "DONE").touch()
+    return folders
+
+
+def names(run_dir: Path) -> list[str]:
+    return [folder.name for folder in complete_checkpoints(run_dir)]
+
+
+def test_the_best_is_found_and_outlives_all_newer_ones(tmp_path):
+    folders = fake(tmp_path, 10, 20, 30, 40)
+    assert record_best(tmp_path, folders[1], 2.5, "chain, mean over the held-out sets")
+    delete_old(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000020", "step-000040"]
+    assert find_checkpoint(tmp_path, "best") == folders[1]
+    assert record_best(tmp_path, folders[3], 2.6, "chain, gsm8k")
+    fake(tmp_path, 50)
+    delete_old(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000040", "step-000050"]
+    assert not folders[1].exists()
+
+
+def test_without_a_best_the_sentence_says_how_to_get_one(tmp_path):
+    (only,) = fake(tmp_path, 10)
+    with pytest.raises(UserError, match="--checkpoint all --mode replay"):
+        find_checkpoint(tmp_path, "best")
+    record_best(tmp_path, only, 2.0, "chain, x")
+    (only / "DONE").unlink()
+    with pytest.raises(UserError, match="step-000010, which is gone"):
+        find_checkpoint(tmp_path, "best")
+
+
+def test_a_deleted_checkpoint_cannot_become_the_best(tmp_path):
+    old, new = fake(tmp_path, 10, 20)
+    record_best(tmp_path, new, 2.0, "chain, x")
+    (old / "DONE").unlink()
+    assert not record_best(tmp_path, old, 3.0, "chain, x")
+    assert read_best(tmp_path) == {"checkpoint": "step-000020", "tau": 2.0, "by": "chain, x"}
+
+
+def test_a_kill_while_the_best_is_recorded_leaves_the_old_record(tmp_path, monkeypatch):
+    old, new = fake(tmp_path, 10, 20)
+    record_best(tmp_path, old, 2.0, "chain, x")
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("configs.provenance.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        record_best(tmp_path, new, 3.0, "chain, x")
+    assert find_checkpoint(tmp_path, "best") == old
+
+
+def test_a_million_steps_are_more_than_999999(tmp_path):
+    fake(tmp_path, 999_999, 1_000_000)
+    assert find_checkpoint(tmp_path, "latest").name == "step-1000000"
+
+
+def drafter(seed: int) -> DFlashDrafter:
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=32,
+    )  # fmt: skip
+    model = DFlashDrafter(config, DraftShape(4, 31, (1, 3), 6))
+    model.reset_parameters(seed)
+    return model
+
+
+def forward(model: Any) -> Tensor:
+    """A loss of one row: 6 context tokens, one block."""
+    generator = torch.Generator().manual_seed(7)
+    features, slots = (torch.randn(1, n, w, generator=generator) for n, w in ((6, 32), (4, 16)))
+    masks = {"full_attention": torch.ones(1, 1, 4, 10, dtype=torch.bool)}
+    out = model(features, torch.arange(6)[None], slots, torch.arange(6, 10)[None], masks)
+    loss: Tensor = (out.float() * torch.randn(1, 4, 16, generator=generator)).square().mean()
+    return loss
+
+
+def trained(steps: int, name: Any = "adamw") -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(cpu=True)
+    model: Any = drafter(0)
+    optimizer: Any = make_optimizer(model, TrainConfig(optimizer=name))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(steps):
+        backward(accelerator, model, forward(model))
+        assert optimizer_step(accelerator, model, optimizer, 1.0)[1]
+    return accelerator, model, optimizer
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Weights and optimizer state, as bytes."""
+
+    def as_bytes(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(value, dict):
+            return {str(k): as_bytes(v) for k, v in value.items()}
+        return [as_bytes(v) for v in value] if isinstance(value, list) else value
+
+    out: dict[str, Any] = as_bytes({"m": model.state_dict(), "o": optimizer.state_dict()})
+    return out
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_is_read_back_to_the_byte(tmp_path, name):
+    accelerator, model, optimizer = trained(3, name)
+    folder = save_checkpoint(
+        tmp_path, accelerator, model, optimizer, step=3, card="", trainer={}, keep=4
+    )
+    before = everything(model, optimizer)
+    _, again, fresh = trained(1, name)
+    assert everything(again, fresh) != before
+    load_checkpoint(folder, accelerator, again, fresh)
+    assert everything(again, fresh) == before
+    assert json.loads((folder / "resume" / "trainer.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(where):
+    accelerator, model, optimizer = trained(2)
+    before = everything(model, optimizer)
+    loss = forward(model)
+    if where == "loss":  # of which the gradient alone would be finite
+        loss = loss + torch.tensor(torch.inf)
+    else:
+        model.norm.weight.register_hook(lambda g: g.index_fill(0, torch.tensor(3), torch.nan))
+    backward(accelerator, model, loss)
+    norm, finite = optimizer_step(accelerator, model, optimizer, 1.0)
+    assert not finite and norm != norm
+    assert everything(model, optimizer) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_norm_weights_move_in_bf16_arithmetic():
+    """At 1.0 bfloat16 has steps of 0.0078, so a weight kept in it never moves by 6e-4."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = drafter(0)
+    model.autocast = torch.bfloat16
+    optimizer: Any = make_optimizer(model, TrainConfig(learning_rate=6e-4))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        backward(accelerator, model, forward(model))
+        optimizer_step(accelerator, model, optimizer, 1.0)
+    norms = {n: p for n, p in model.named_parameters() if p.dim() == 1}
+    assert len(norms) == 2 + 2 * 4
+    for key, weight in norms.items():
+        assert weight.dtype == torch.float32
+        moved = (weight - 1).abs().max()
+        assert 5e-4 < moved < 2e-3, key

@@ -128,7 +128,7 @@ def test_push_shows_what_it_would_upload_and_leaves_the_training_state(
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
-def card(tmp_path: Path, target: Path) -> str:
+def card(tmp_path: Path, target: Path, **shape: Any) -> str:
     config = load_config(write_config(tmp_path / "config.yaml", target))
     manifest: Any = SimpleNamespace(
         target=TargetInfo(id="target", revision=None, fingerprint="f00d"),
@@ -141,18 +141,30 @@ def card(tmp_path: Path, target: Path) -> str:
         answers=Answers(source="regenerated", greedy=True, max_new_tokens=24, temperature=0.0),
     )
     return model_card(
-        config, manifest, Totals(samples=8, tokens=100, supervised_tokens=80, bytes=1), 40
+        config,
+        manifest,
+        Totals(samples=8, tokens=100, supervised_tokens=80, bytes=1),
+        40,
+        small_drafter(**shape),
     )
 
 
 def test_a_card_says_what_an_engine_and_a_person_need(tmp_path, tiny_target):
     target = make_target(tmp_path / "with-card", layers=5)
     (target / "README.md").write_text("---\nlicense: MIT\nmodel_id: org/target\n---\n# it\n")
-    text = card(tmp_path, target)
+    text = card(tmp_path, target, sliding=True, causal=True)
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["base_model"] == "org/target" and front["license"] == "mit"
     assert "dflash" in front["tags"]
-    for part in ("[1, 3, 4] of 6", "| 310 |", "thinking mode | off", "f00d", "da7a", "step | 40"):
+    for part in (
+        "[1, 3, 4] of 6",
+        "| 310 |",
+        "thinking mode | off",
+        "f00d",
+        "da7a",
+        "step | 40",
+        "| layers | 2; [0] see 5 positions and are causal inside the block",
+    ):
         assert part in text, part
     assert '"num_speculative_tokens": 3' in text and "--speculative-num-draft-tokens 4" in text
     (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])

@@ -14,15 +14,18 @@ from configs.load import dump_config, resolve_input
 from configs.provenance import fingerprint
 from configs.schema import Config, TargetConfig
 from extract.manifest import Manifest, Totals
+from train.drafter import FULL, SLIDING, DFlashDrafter
 
 # eval/card.py puts its table between these two
 ACCEPTANCE = ("<!-- acceptance -->", "<!-- end of acceptance -->")
 PATH = "PATH_OF_THIS_FOLDER"
 
 
-def model_card(config: Config, manifest: Manifest, data: Totals, step: int) -> str:
+def model_card(
+    config: Config, manifest: Manifest, data: Totals, step: int, drafter: DFlashDrafter
+) -> str:
     """README.md: what it drafts for, every convention, how it was made and how it is served."""
-    drafter, target = config.drafter, manifest.target
+    target = manifest.target
     base, license_name = origin_of(config.target)
     front = {
         "base_model": base,
@@ -38,7 +41,7 @@ def model_card(config: Config, manifest: Manifest, data: Totals, step: int) -> s
         "thinking mode": thinking[manifest.enable_thinking],
         "block size": f"{drafter.block_size}: slot 0 is the last accepted token and predicts nothing, "
         f"{drafter.block_size - 1} drafts",
-        "layers": _layers(config),
+        "layers": _layers(drafter),
         "taps": f"{list(manifest.target_layer_ids)} of {manifest.num_target_layers}: {manifest.tap_convention}",
         "mask token": str(manifest.mask_token_id),
         "trained on": f"{data.samples:,} samples, {data.supervised_tokens:,} answer tokens, {_answers(manifest)}",
@@ -135,14 +138,16 @@ def _front_matter(file: Path) -> dict[str, Any]:
     return front if isinstance(front, dict) else {}
 
 
-def _layers(config: Config) -> str:
-    options = config.drafter
-    if not options.sliding_layers:
-        return f"{options.num_layers}, full attention, bidirectional inside the block"
-    inside = "causal" if options.causal_sliding else "bidirectional"
+def _layers(drafter: DFlashDrafter) -> str:
+    kinds = drafter.config.layer_types
+    inside = {kind: "causal" if drafter.shape.causal(kind) else "bidirectional" for kind in kinds}
+    if SLIDING not in kinds:
+        return f"{len(kinds)}, full attention, {inside[FULL]} inside the block"
+    sliding = [i for i, kind in enumerate(kinds) if kind == SLIDING]
+    others = f", the others see everything and are {inside[FULL]}" if FULL in kinds else ""
     return (
-        f"{options.num_layers}; {list(options.sliding_layers)} see {options.sliding_window} positions and are {inside} "
-        "inside the block, the others see everything and are bidirectional"
+        f"{len(kinds)}; {sliding} see {drafter.config.sliding_window} positions and are {inside[SLIDING]} inside the "
+        f"block{others}"
     )
 
 

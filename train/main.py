@@ -37,6 +37,7 @@ from train.checkpoint import (
     save_checkpoint,
     trainer_state,
 )
+from train.drafter import DFlashDrafter
 from train.held_out import held_out
 from train.log import Window, terminal_line
 from train.nonfinite import report_nonfinite
@@ -114,8 +115,8 @@ def train(
     optimizer: Any = make_optimizer(model, options)
     model, optimizer = accelerator.prepare(model, optimizer)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    shape = accelerator.unwrap_model(model).shape
-    head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(shape)
+    drafter: DFlashDrafter = accelerator.unwrap_model(model)
+    head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(drafter.shape)
     sampled = sampled_head(config, reader, head)
 
     start = 0
@@ -152,7 +153,7 @@ def train(
             model,
             optimizer,
             step=done,
-            card=model_card(config, manifest, reader.totals, done),
+            card=model_card(config, manifest, reader.totals, done, drafter),
             trainer={"identity": run_identity(config, schedule), "total_steps": total_steps},
             keep=options.keep_checkpoints,
         )

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Stands in for eval/main.py where only the watcher is looked at: it appends to a log, and writes what `due` looks for.
 STAND_IN = """
-import json, sys, time
+import hashlib, json, sys, time
 from pathlib import Path
 run_dir, settings, checkpoint = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 with (run_dir / "log").open("a") as log:
@@ -33,12 +33,12 @@ with (run_dir / "log").open("a") as log:
 time.sleep(0.05)
 if checkpoint.name == "step-000003":
     sys.exit(2)
-from eval.done import fingerprint_of
+weights = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()[:16]
 out = run_dir / "evals" / checkpoint.name
 out.mkdir(parents=True)
 (out / "results.json").write_text(json.dumps({
     "schema": 1, "mode": "replay", "rows": [], "target": {}, "provenance": {}, "settings": settings,
-    "checkpoint": {"path": "", "step": 1, "fingerprint": fingerprint_of(checkpoint)}}))
+    "checkpoint": {"path": "", "step": 1, "fingerprint": weights}}))
 (out / "report.md").touch()
 """
 
@@ -63,8 +63,7 @@ def watcher(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Watcher:
     monkeypatch.setattr("launch.watch.POLL_SECONDS", 0.02)
     monkeypatch.setattr(Watcher, "_settings_now", lambda _: "as they are")
     command = [sys.executable, "-c", STAND_IN, str(run_dir), "as they are"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return Watcher(load_config(run_dir.parent / "config.yaml"), "replay", command, environment)
+    return Watcher(load_config(run_dir.parent / "config.yaml"), "replay", command, os.environ)
 
 
 def evaluations(run_dir: Path) -> list[str]:
@@ -79,8 +78,11 @@ def test_two_watchers_evaluate_each_finished_checkpoint_once_and_end(run_dir, mo
     statuses: list[int] = []
     threads = [threading.Thread(target=lambda w=w: statuses.append(w.watch())) for w in watchers]
     for thread in threads:
+        thread.daemon = True
         thread.start()
+    deadline = time.monotonic() + 60
     while not (run_dir / "log").exists() or len(evaluations(run_dir)) < 3:
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     assert evaluations(run_dir)[-1] in ("step-000001", "step-000002")
     add_checkpoint(run_dir, 1_000_000)  # sorts before step-999999 as text

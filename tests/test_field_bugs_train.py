@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from configs.load import UserError, load_config
 from configs.schema import Config, TargetConfig, TrainConfig
-from extract.head import head_of
+from extract.head import TargetHead, head_of, save_head
 from extract.shards import Sample, ShardReader
 from extract.target import Target, load_target
 from tests.conftest import write_config
@@ -52,6 +52,10 @@ def bare(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, bare: Path) -> Config:
+    states = tmp_path / "run" / "states"
+    states.mkdir(parents=True)
+    table = torch.zeros(320, 64)
+    save_head(TargetHead(table, table), states, torch.float32)
     return load_config(write_config(tmp_path / "config.yaml", bare))
 
 

@@ -32,7 +32,7 @@ def line(parts: list[tuple[list[list[bool]], list[list[bool]]]]) -> dict:
     for supervised, correct in parts:
         part = prepared(supervised)
         window.add(step_sums(torch.tensor(2.0), part, torch.tensor([correct])))
-    return window.line(1, 0, 0.1, 1.0, 4)
+    return window.line(1, 0, 0.1, 4)
 
 
 ALL = [False, True, True, True]

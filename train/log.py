@@ -16,12 +16,14 @@ class Window:
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
+        self.norm = 0.0  # of the last step
         self.skipped = 0
         self.started = time.perf_counter()
         self.data_seconds = 0.0
 
-    def add(self, sums: Tensor) -> None:
+    def add(self, sums: Tensor, norm: float = 0.0) -> None:
         self.sums = sums.clone() if self.sums is None else self.sums + sums
+        self.norm = norm
 
     def loss_and_tau(self, block: int) -> tuple[float, float]:
         """Loss per unit of weight, with D-PACE per block, and 1 + the leading correct drafts of the mean block."""
@@ -30,7 +32,7 @@ class Window:
         blocks, leading = rest[2 * block], rest[2 * block + 1 :]
         return numerator / max(divisor, 1e-9), 1 + sum(leading) / max(blocks, 1)
 
-    def line(self, step: int, epoch: int, lr: float, norm: float, block: int) -> dict[str, Any]:
+    def line(self, step: int, epoch: int, lr: float, block: int) -> dict[str, Any]:
         """The metrics.jsonl line, for a window with at least one step.
 
         `tau_proxy` is an estimate, because decoding visits other anchors than the drawn ones (eval has the real tau).
@@ -54,7 +56,7 @@ class Window:
             ],
             "tau_proxy": tau,
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": self.norm,
             "skipped_steps": self.skipped,
             "tokens_per_second": tokens / seconds,
             "slots_per_second": sum(supervised) / seconds,

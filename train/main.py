@@ -198,7 +198,7 @@ def train(
         sums = accelerator.reduce(sums, "sum")
         done = step + 1
         if finite:
-            window.add(sums[:-1])
+            window.add(sums[:-1], norm)
             skips = 0
         else:
             skips += 1
@@ -214,7 +214,7 @@ def train(
         due = done % options.log_every == 0 or scheduled or stopping
         if due and window.sums is not None:  # None: all were skipped, and the window stays open
             epoch = step // schedule.steps_per_epoch
-            line = window.line(done, epoch, lr, norm, config.drafter.block_size)
+            line = window.line(done, epoch, lr, config.drafter.block_size)
             if held and (scheduled or done % held.every == 0):
                 line |= held.values(model, head)
             if tracker:

@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int | None:
     folders = checkpoints(run_dir, args.checkpoint)
     sets = held_out_sets(config)
     if args.trace is not None:
-        return write_traces(config, folders, sets, args.trace)
+        write_traces(config, folders, sets, args.trace)
+        return None
     for note in (notes := notes_on(config.eval, args.mode)):
         print(note)
     measure = measurer(config, args.mode, args.server, sets)

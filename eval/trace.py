@@ -35,7 +35,7 @@ DRAFTER_TOP, TARGET_TOP = 6, 4  # tokens of a distribution that the page shows
 
 class Asked(NamedTuple):
     dataset: str
-    index: int  # in the data set, which decides the draws
+    number: int  # in the data set, which decides the draws
     question: Question
 
 
@@ -70,7 +70,7 @@ def trace(
     }
     pieces = Pieces(target.tokenizer)
     traced: list[Json] = []
-    for name, index, asked in prompts:
+    for name, number, asked in prompts:
         runs: Json = {}
         for decoder, propose in proposals.items():
             recorder = Recorder(pieces, sampler, asked.prompt)
@@ -78,7 +78,7 @@ def trace(
                 target, drafter, head, asked.prompt, propose,
                 max_new_tokens=options.max_new_tokens,
                 sampler=sampler,
-                generator=seeded(config, target, index),
+                generator=seeded(config, target, number),
                 watch=recorder,
             )  # fmt: skip
             runs[decoder] = {

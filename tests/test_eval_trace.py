@@ -239,6 +239,8 @@ for (const id of ["chain", "tree", "graph", "ribbon", "prompt", "play", "where",
   const box = document.getElementById(id).getBoundingClientRect();
   seen.boxes[id] = [box.left, box.top, box.right, box.bottom];
 }
+seen.spilt = [...document.querySelectorAll("header, .panel, .chip")]
+  .filter(e => e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1).map(e => e.id || e.outerHTML);
 seen.page = [innerWidth, innerHeight, document.documentElement.scrollWidth, document.documentElement.scrollHeight];
 seen.evil = count("#evil"); seen.scripts = count("script");
 seen.unnamed =
@@ -335,4 +337,5 @@ def test_a_browser_replays_the_run(world: World, tmp_path: Path, size: tuple[int
     ]
     for a, b in combinations(panels, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], "panels overlap"
+    assert seen["spilt"] == []
     assert seen["boxes"]["plot"][3] - seen["boxes"]["plot"][1] >= 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -200,6 +201,19 @@ def test_eval_prints_lossless_results_and_draws_a_report(trained, tmp_path):
     other = ["--set", f"target.path={make_target(tmp_path / 'other', seed=5)}", "--again"]
     refused = run("eval/main.py", "--config", str(trained), "--mode", "live", *other, status=2)
     assert "target.fingerprint" in refused
+
+    out = run("eval/main.py", "--config", str(trained), "--trace", "2")
+    assert f"{last.name}: the rounds of 2 prompts" in out
+    written = re.search(r'id="record">(.*?)</script>', (last / "trace.html").read_text("utf-8"))
+    assert written is not None
+    for traced in json.loads(written[1])["prompts"]:
+        for name, key in (("chain", ("dflash", None)), ("tree", ("ddtree", 20))):
+            (row,) = (r for r in results["rows"] if (r["decoder"], r["budget"]) == key)
+            (live_prompt,) = (p for p in row["per_prompt"] if p["id"] == traced["id"])
+            counts = [r["committed"] for r in traced[name]["rounds"]]
+            assert (sum(counts), len(counts)) == (live_prompt["committed"], live_prompt["rounds"])
+    too_many = run("eval/main.py", "--config", str(trained), "--trace", "4", status=2)
+    assert "--trace 4 asks for more than the 3 held-out prompts" in too_many
 
 
 def test_sampling_settings_apply_to_live_and_replay_says_so(trained, tmp_path):

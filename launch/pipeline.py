@@ -97,7 +97,7 @@ def run_stages(config: Config, args: argparse.Namespace) -> int:
         name, status = run(group, view)
         seconds[" and ".join(stage.name for stage in group)] = time.monotonic() - started
         if status != 0:
-            for line in view.tails[name]:
+            for line in view.last_words(name):
                 print(f"{name} | {line}", file=sys.stderr)
             again = shlex.join(["python", "launch/main.py", *sys.argv[1:]])
             print(f"\n{name} ended with status {status}; to continue: {again}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from launch.watch import complete_checkpoints, total_steps
 
-TAIL = 8  # last lines of a stage that failed
+TAIL, KEPT = 8, 60  # last lines of a stage: shown when it failed, and searched for its error
 CLEAR = "\r\x1b[K"
 
 
@@ -32,7 +32,7 @@ class View:
 
     def follow(self, name: str, pipe: IO[bytes]) -> threading.Thread:
         """Print what comes through a stage's pipe until the stage has closed it."""
-        tail = self.tails[name] = deque(maxlen=TAIL)
+        tail = self.tails[name] = deque(maxlen=KEPT)
 
         def read() -> None:
             # Only "\n" ends a line: a progress bar sends "\r", and its last state is all there is to show.
@@ -44,6 +44,12 @@ class View:
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
         return thread
+
+    def last_words(self, name: str) -> list[str]:
+        """Why a stage failed: its own sentence, which a launcher may have buried under its banner, or its last lines."""
+        tail = list(self.tails[name])
+        errors = [line for line in tail if line.startswith("error: ")]
+        return errors[-1:] or tail[-TAIL:]
 
     def say(self, text: str) -> None:
         with self._lock:

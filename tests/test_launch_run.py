@@ -64,7 +64,10 @@ def test_output_is_shown_as_it_comes_and_a_progress_bar_by_its_end(tmp_path):
     assert run(
         [shell("extract", r"printf '10%%\r100%%\nerr\n' >&2; printf 'no newline'")], what
     ) == ("", 0)
-    assert list(what.tails["extract"]) == ["100%", "err", "no newline"]
+    assert what.last_words("extract") == ["100%", "err", "no newline"]
+    banner = "; ".join(f"echo banner {i}" for i in range(20))
+    assert run([shell("train", f"echo error: too small; {banner}; exit 1")], what) == ("train", 1)
+    assert what.last_words("train") == ["error: too small"]
 
 
 def test_the_status_line_says_what_the_run_folder_says(tmp_path):

@@ -125,7 +125,7 @@ def test_a_run_goes_through_a_real_queue_and_is_sent_back_twice(tiny_target, tmp
             "prompts": [str(write_prompts(tmp_path / "many.jsonl", [f"{q} {i}" for i in range(8) for q in QUESTIONS]))],
             "max_new_tokens": 96,
         },
-        train={"max_steps": 300, "epochs": 99, "checkpoint_every": 300, "max_length": 48, "batch_size": 1},
+        train={"max_steps": 200, "epochs": 99, "checkpoint_every": 200, "max_length": 48, "batch_size": 1},
         launch={"slurm": {"gpus_per_node": 0, "cpus_per_task": 1, "time": "1:00:00", "sbatch": ["--ntasks-per-node=2"]}},
     )  # fmt: skip
     run_dir, submit = tmp_path / "run", [sys.executable, "launch/main.py", "submit"]
@@ -152,7 +152,7 @@ def test_a_run_goes_through_a_real_queue_and_is_sent_back_twice(tiny_target, tmp
             return "\n".join(f.read_text() for f in sorted((run_dir / "slurm").glob("*.out")))
 
         def wait(done: Callable[[], bool], what: str) -> None:
-            deadline = time.monotonic() + 600
+            deadline = time.monotonic() + 1800  # minutes on an idle machine
             while not done():
                 assert time.monotonic() < deadline, f"{what} never came\n{logs()}"
                 time.sleep(0.1)
@@ -169,9 +169,9 @@ def test_a_run_goes_through_a_real_queue_and_is_sent_back_twice(tiny_target, tmp
         )
         assert [facts(stage)["JobState"] for stage in jobs] == ["COMPLETED"] * 3, logs()
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 301))
+    assert steps == list(range(1, 201))
     checkpoints = sorted(p.name for p in (run_dir / "checkpoints").glob("step-*"))
-    assert len(checkpoints) == 2 and checkpoints[-1] == "step-000300"  # one at SIGTERM
-    for name in (*checkpoints, "step-000300/live"):
+    assert len(checkpoints) == 2 and checkpoints[-1] == "step-000200"  # one at SIGTERM
+    for name in (*checkpoints, "step-000200/live"):
         assert json.loads((run_dir / "evals" / name / "results.json").read_text())["rows"]
     shutil.rmtree(folder)

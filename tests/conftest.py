@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,14 @@ def write_config(path: Path, target_folder: Path, **sections: dict[str, Any]) ->
         config.setdefault(name, {}).update(values)
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it: torchrun's workers have sessions of their own."""
+    table = subprocess.check_output(["ps", "-e", "-o", "pid=,ppid="], text=True).splitlines()
+    rows = (line.split() for line in table)
+    parents = {int(child): int(parent) for child, parent in rows}
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found

@@ -27,7 +27,7 @@ from extract.price import bytes_per_token
 from extract.regenerate import decode_batch
 from extract.shards import ShardReader
 from extract.target import load_target
-from tests.conftest import QUESTIONS, make_target, write_config, write_prompts
+from tests.conftest import QUESTIONS, family, make_target, write_config, write_prompts
 from tests.test_eval_served import Engine
 from train.batches import StepDataset
 from train.checkpoint import complete_checkpoints, find_checkpoint
@@ -410,7 +410,8 @@ def test_extract_is_the_same_for_any_number_of_processes_and_after_a_kill(
             cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         time.sleep(delay)
-        os.killpg(process.pid, signal.SIGKILL)
+        for member in family(process.pid):
+            os.kill(member, signal.SIGKILL)
         process.wait()
     run("extract/main.py", "--config", str(config))
     for name in names:

@@ -22,6 +22,7 @@ from torch import Tensor
 from configs.load import load_config
 from configs.provenance import lock_owner
 from extract.shards import ShardReader
+from tests.conftest import family
 from tests.test_pipeline import ROOT, close, copy_run, extracted, gradients, launch, metrics, run
 from train.batches import Schedule, pack
 from train.checkpoint import complete_checkpoints
@@ -65,17 +66,6 @@ def command(config: Path, processes: int, *more: str) -> list[str]:
         return [sys.executable, *train]
     how = ["--config_file", "configs/accelerate/cpu2.yaml", "--num_processes", str(processes)]
     return [sys.executable, "-m", "accelerate.commands.launch", *how, *train]
-
-
-def family(pid: int) -> list[int]:
-    """A process and all below it: torchrun's workers have sessions of their own."""
-    table = subprocess.check_output(["ps", "-e", "-o", "pid=,ppid="], text=True).splitlines()
-    rows = (line.split() for line in table)
-    parents = {int(child): int(parent) for child, parent in rows}
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
 
 
 def interrupt(config: Path, processes: int, how: signal.Signals, at: int) -> None:

@@ -13,7 +13,8 @@ from configs.schema import Config
 from eval.done import fingerprint_of
 from eval.metrics import Json
 from eval.results import latest_results
-from train.checkpoint import complete_checkpoints, record_best
+from train.checkpoint import record_best
+from train.finished import complete_checkpoints
 
 
 def choose_best(run_dir: Path, config: Config, settings: str) -> str | None:

@@ -16,12 +16,6 @@ from extract.manifest import Manifest
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of eval.*
 
 
-def held_out_folders(config: Config) -> dict[str, Path]:
-    """The states of every set in eval.prompts, by the set's name, there or not."""
-    root = Path(config.run_dir) / "eval-sets"
-    return {Path(name).stem: root / Path(name).stem / "states" for name in config.eval.prompts}
-
-
 def results_folder(run_dir: Path, checkpoint: Path, mode: str) -> Path:
     """evals/step-000200 for replay, which every checkpoint gets; its other results lie in folders below."""
     folder = run_dir / "evals" / checkpoint.resolve().name

@@ -8,11 +8,11 @@ import torch
 
 from configs.load import UserError
 from configs.schema import Config
-from eval.done import held_out_folders
-from extract.manifest import require
+from extract.manifest import held_out_folders, require
 from extract.shards import ShardReader
-from train.checkpoint import complete_checkpoints, find_checkpoint, step_of
+from train.checkpoint import find_checkpoint
 from train.drafter import DFlashDrafter, DraftShape
+from train.finished import complete_checkpoints, step_of
 from train.layout import expected_of_states, load_drafter, load_shape
 
 

@@ -58,7 +58,7 @@ from extract.head import load_head
 from extract.manifest import require
 from extract.shards import ShardReader
 from extract.target import DTYPES, Target, load_target, pick_device
-from train.checkpoint import DONE
+from train.finished import DONE
 
 # rows, what the comparison with plain decoding found, notes
 Measured = tuple[list[dict[str, Any]], dict[str, Any] | None, list[str]]
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int | None:
     settings = settings_of(
         config, args.mode, {name: r.manifest for name, r in sets.items()}, args.server
     )
-    invalid: list[str] = []
+    invalid, best = list[str](), None
     for folder in folders:
         try:
             with FolderLock(run_dir, lock_name(folder, args.mode)):
@@ -105,6 +105,8 @@ def main(argv: list[str] | None = None) -> int | None:
                 else:
                     results = evaluate(config, args, folder, measure, settings, sets, notes)
                     invalid += invalid_rows(results)
+                    # now, because training goes on deleting others
+                    best = choose_best(run_dir, config, settings)
         except LockHeldError as error:
             if args.checkpoint != "all":
                 raise
@@ -113,7 +115,7 @@ def main(argv: list[str] | None = None) -> int | None:
             if args.checkpoint != "all" or (folder / DONE).exists():
                 raise
             print(f"{folder.name} went while it was evaluated", flush=True)
-    if best := choose_best(run_dir, config, settings):
+    if best := best or choose_best(run_dir, config, settings):
         print(best)
     return 1 if invalid else None
 
@@ -163,7 +165,6 @@ def evaluate(
     print(f"\n{folder.name}, {args.mode}, {time.monotonic() - started:.0f} s")
     print("\n".join([terminal_table(results), *found]))
     print(f"report: {out / 'report.md'}", flush=True)
-    choose_best(run_dir, config, settings)  # now: training goes on deleting others
     for row in invalid_rows(results):
         print(f"error: {row}", file=sys.stderr)
     return results

@@ -20,6 +20,7 @@ import numpy as np
 
 from configs.load import UserError, first_line
 from configs.provenance import FolderLock, atomic_write_text
+from extract.locate import cache_folder
 
 FOLDER = "PACELINE_BENCHMARKS"
 SEED = 0
@@ -109,8 +110,6 @@ def find(name: str) -> Path:
 
     Raises UserError when it is nowhere and cannot be downloaded, or PACELINE_BENCHMARKS is not a folder.
     """
-    from extract.target import cache_folder  # brings torch
-
     folder = os.environ.get(FOLDER)
     if folder:
         given = Path(folder).expanduser()

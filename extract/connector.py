@@ -21,12 +21,12 @@ from torch import Tensor
 
 from configs.load import UserError
 from configs.schema import Config
+from extract.locate import Location, TargetSpec
 from extract.plan import ShardPlan
 from extract.prompts import MaskedSample
 from extract.sample import Format, Sample, defect_of
 from extract.server import Client
 from extract.skeleton import Skeleton
-from extract.target import Location, TargetSpec
 from extract.vllm_files import FOLDER, LostFileError, discard, named_file, read_states
 
 PROBE_TOKENS = 64

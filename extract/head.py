@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -117,10 +119,29 @@ class TargetHead:
 
 
 def read_use(folder: Path) -> tuple[float, float | None]:
-    """How a states folder's target uses its tables: (scale of the embedding, soft cap of the logits)."""
-    with safe_open(folder / FILE, framework="pt", device="cpu") as f:
-        use = json.loads(f.metadata()["use"])
-    return use["scale"], use["soft_cap"]
+    """How a states folder's target uses its tables: (scale of the embedding, soft cap of the logits). UserError as
+    load_head, but for the bytes, which are not looked at."""
+    with _opened(folder / FILE) as file:
+        return _use(file)
+
+
+def _use(file: Any) -> tuple[float, float | None]:
+    use = json.loads(file.metadata()["use"])
+    return float(use["scale"]), None if use["soft_cap"] is None else float(use["soft_cap"])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The open file; whatever its reader stumbles over is a UserError."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (
+        SafetensorError, OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
+        raise UserError(
+            f"cannot read {path} ({error}); run extract again, it rewrites the file"
+        ) from error
 
 
 def head_of(target: Target) -> TargetHead:
@@ -175,22 +196,13 @@ def load_head(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> TargetHead:
     """Read it back. UserError when it is missing, damaged, or not the one that the manifest beside it names."""
-    file = folder / FILE
-    try:
-        _require_named(file)
-        with safe_open(file, framework="pt", device="cpu") as f:
-            names, use = set(f.keys()), json.loads(f.metadata()["use"])
-            embedding = f.get_tensor("embedding")
-            weight = f.get_tensor("weight") if "weight" in names else embedding
-            bias = f.get_tensor("bias") if "bias" in names else None
-            scale = float(use["scale"])
-            soft_cap = None if use["soft_cap"] is None else float(use["soft_cap"])
-    except (
-        SafetensorError, OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError
-    ) as error:  # fmt: skip
-        raise UserError(
-            f"cannot read {file} ({error}); run extract again, it rewrites the file"
-        ) from error
+    with _opened(folder / FILE) as file:
+        _require_named(folder / FILE)
+        names = set(file.keys())
+        embedding = file.get_tensor("embedding")
+        weight = file.get_tensor("weight") if "weight" in names else embedding
+        bias = file.get_tensor("bias") if "bias" in names else None
+        scale, soft_cap = _use(file)
     head = TargetHead(embedding, weight, bias=bias, scale=scale, soft_cap=soft_cap)
     return head.to(device, dtype)
 

@@ -24,22 +24,22 @@ from configs.provenance import FolderLock, lock_owner, open_run_dir
 from extract.benchmarks import BENCHMARKS, table
 from extract.connector import Connector, serve_command
 from extract.describe import describe, shared_prompts
-from extract.manifest import read_manifest
+from extract.locate import (
+    inspect,
+    load_model_config,
+    load_stop_ids,
+    load_tokenizer,
+    locate,
+    unpack_gguf,
+)
+from extract.manifest import held_out_folders, read_manifest
 from extract.price import price_list
 from extract.prompts import Chat, Renderer, Report, load_chats
 from extract.server import Server
 from extract.shards import verify
 from extract.skeleton import load_skeleton
 from extract.stage import Stage, left_out, say
-from extract.target import (
-    inspect,
-    load_model_config,
-    load_stop_ids,
-    load_target,
-    load_tokenizer,
-    locate,
-    unpack_gguf,
-)
+from extract.target import load_target
 from extract.vllm_files import FOLDER
 from extract.window import released_in
 
@@ -164,8 +164,9 @@ def extract_here(
 ) -> list[str | None]:
     """States by the target in this process, answers too unless a server gives them. Returns what Stage.run says."""
     config, run_dir = stage.config, Path(stage.config.run_dir)
+    held_out = held_out_folders(config)
     jobs: list[tuple[str, Sequence[Chat], Report, Path]] = [
-        (config.eval.dtype, c, r, run_dir / "eval-sets" / name) for name, c, r in sets
+        (config.eval.dtype, c, r, held_out[name].parent) for name, c, r in sets
     ]
     # With a window the training states end when training does, and until then checkpoints are to be evaluated.
     last = config.extract.window_gb is not None
@@ -198,9 +199,10 @@ def extract_with_vllm(
     connector = Connector(url, target, stage.spec, config)
     server = Server(url, config, target.tokenizer, states_folder=files)
     problems = [stage.run(target, chats, report, run_dir, server=server, connector=connector)]
+    held_out = held_out_folders(config)
     greedy = Server(url, config, target.tokenizer, held_out=True, states_folder=files)
     for name, set_chats, set_report in sets:
-        folder = run_dir / "eval-sets" / name
+        folder = held_out[name].parent
         problems.append(
             stage.run(
                 target,

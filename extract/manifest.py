@@ -20,6 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from configs.load import UserError
 from configs.provenance import atomic_write_json
+from configs.schema import Config
 
 SCHEMA: Final = 1
 TAP_CONVENTION = "residual stream after block i, before any final norm"
@@ -173,6 +174,17 @@ def read_manifest(folder: Path, *, incomplete_ok: bool = False) -> Manifest:
             f"{AGAIN} to finish them"
         )
     return manifest
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a states folder is there and finished. UserError when its manifest is damaged."""
+    return (folder / MANIFEST).exists() and read_manifest(folder, incomplete_ok=True).complete
+
+
+def held_out_folders(config: Config) -> dict[str, Path]:
+    """The states of every set in eval.prompts, by the set's name, there or not."""
+    root = Path(config.run_dir) / "eval-sets"
+    return {Path(name).stem: root / Path(name).stem / "states" for name in config.eval.prompts}
 
 
 def _explain(error: ValidationError) -> str:

@@ -18,6 +18,7 @@ from configs.load import UserError
 from configs.provenance import existing_parent
 from configs.schema import Config
 from extract.head import head_of
+from extract.locate import TargetSpec
 from extract.plan import ShardPlan
 from extract.prompts import (
     Chat,
@@ -32,7 +33,7 @@ from extract.regenerate import decode_batch
 from extract.sample import STORAGE_DTYPES
 from extract.shards import estimate_bytes, write_shard
 from extract.states import forward_shard
-from extract.target import Target, TargetSpec
+from extract.target import Target
 
 STEPS = 8  # timed steps of decoding
 TOKENS = 4096  # of the timed shard on a CPU; a GPU gets extract.batch_tokens

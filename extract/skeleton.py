@@ -21,15 +21,8 @@ from torch import Tensor, nn
 
 from configs.load import UserError
 from configs.schema import TargetConfig
-from extract.target import (
-    DTYPES,
-    Location,
-    Target,
-    load_tokenizer,
-    locate,
-    sampled,
-    unpack_gguf,
-)
+from extract.locate import Location, load_tokenizer, locate, unpack_gguf
+from extract.target import DTYPES, Target, sampled
 
 
 class Skeleton(Target):

@@ -17,6 +17,7 @@ from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.choose import Sampler
 from extract.connector import Connector
+from extract.locate import TargetSpec
 from extract.manifest import MANIFEST, Answers, Manifest, TargetInfo, Totals, read_manifest, require
 from extract.plan import plan
 from extract.probe import probe
@@ -33,7 +34,7 @@ from extract.prompts import (
 from extract.regenerate import Reason, decode_batch, regenerate
 from extract.server import Server
 from extract.states import write_states
-from extract.target import Target, TargetSpec
+from extract.target import Target
 
 
 class Stage:

@@ -154,9 +154,10 @@ def write_states(
             return noted(folder, plan.name, stamp)
         return look(folder, plan, stamp)
 
-    # What the others find damaged is theirs to redo.
-    looks = {p.index: shard_done for p in mine}
-    entries = {p.index: standing(p, looks.get(p.index, recorded)) for p in plans}
+    entries = {p.index: standing(p, shard_done) for p in mine}
+    for plan in plans:  # what the others find damaged is theirs to redo
+        if plan.index not in entries:
+            entries[plan.index] = standing(plan, recorded)
     # By process 0 alone and at the end: another process could not tell a shard from an earlier run from its new one.
     # With a window training may be reading it, so it stays as it is.
     again = [p for p in plans if rank == 0 and (e := entries[p.index]) and e.quarantined]

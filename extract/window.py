@@ -104,11 +104,12 @@ def read_plan(folder: Path) -> WindowPlan | None:
         raise UserError(f"{folder / PLAN} is damaged ({reason}); {AGAIN}") from None
 
 
-def extraction_has_begun(folder: Path) -> bool:
-    """Whether there are a manifest and a plan of the same samples."""
+def begun(folder: Path) -> tuple[WindowPlan, Manifest] | None:
+    """Plan and manifest of an extraction that has begun with a window: there, and of the same samples."""
     if not (folder / MANIFEST).exists() or (plan := read_plan(folder)) is None:
-        return False
-    return plan.plan_fingerprint == read_manifest(folder, incomplete_ok=True).plan_fingerprint
+        return None
+    manifest = read_manifest(folder, incomplete_ok=True)
+    return (plan, manifest) if plan.plan_fingerprint == manifest.plan_fingerprint else None
 
 
 class _Released(Record):
@@ -146,6 +147,18 @@ def release(folder: Path, plan_fingerprint: str, count: int) -> None:
     atomic_write_json(folder / WINDOW, record.model_dump())
 
 
+class Notice:
+    """Says at most once a minute what somebody is waiting for."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.told = time.monotonic() - (NOTICE_SECONDS if at_once else 0)
+
+    def say(self, text: str) -> None:
+        if time.monotonic() - self.told >= NOTICE_SECONDS:
+            self.told = time.monotonic()
+            print(text, flush=True)
+
+
 class Window:
     """Extraction's side: which shards training is done with, and whether there is room for the next.
 
@@ -180,14 +193,12 @@ class Window:
         return self.before[index + 1] - self.before[self.released()] <= self.limit
 
     def wait_for_room(self, index: int, *, quiet: bool) -> None:
-        told = -NOTICE_SECONDS
+        notice = Notice(at_once=True)
         while self.plan and not self.has_room(index):
-            if not quiet and time.monotonic() - told > NOTICE_SECONDS:
-                told = time.monotonic()
-                print(
+            if not quiet:
+                notice.say(
                     f"waiting:  {index} of {len(self.plan.shards)} shards are made and the window of "
-                    f"{self.limit / 1e9:g} GB is full; train/main.py makes room as it goes",
-                    flush=True,
+                    f"{self.limit / 1e9:g} GB is full; train/main.py makes room as it goes"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -198,15 +209,15 @@ class WindowReader:
     def __init__(self, folder: Path) -> None:
         """UserError when extraction has not begun with a window, or is of another plan than the manifest."""
         self.folder = folder
-        if not extraction_has_begun(folder) or (plan := read_plan(folder)) is None:
+        if (found := begun(folder)) is None:
             raise UserError(f"{folder} has no {PLAN} of its manifest's samples; {AGAIN}")
-        self.plan, self.manifest = plan, read_manifest(folder, incomplete_ok=True)
+        self.plan, self.manifest = found
         self._form = Format.of(self.manifest)
         self.dtype = self._form.sample_dtype
-        self.ids = [i for s in plan.shards for i in s.ids]
-        self.lengths = [n for s in plan.shards for n in s.lengths]
-        self.supervised = [n for s in plan.shards for n in s.supervised]
-        self._starts = list(accumulate((len(s.ids) for s in plan.shards), initial=0))
+        self.ids = [i for s in self.plan.shards for i in s.ids]
+        self.lengths = [n for s in self.plan.shards for n in s.lengths]
+        self.supervised = [n for s in self.plan.shards for n in s.supervised]
+        self._starts = list(accumulate((len(s.ids) for s in self.plan.shards), initial=0))
         self._opened: OrderedDict[int, tuple[Shard, dict[str, int]]] = OrderedDict()
 
     @property

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from configs.load import UserError
 from configs.schema import Config
-from eval.done import evaluated, held_out_folders, reported, results_folder, settings_of
-from extract.manifest import read_manifest
+from eval.done import evaluated, reported, results_folder, settings_of
+from extract.manifest import held_out_folders, read_manifest
 from launch.summary import run_summary
 from launch.view import View
-from launch.watch import complete_checkpoints
+from train.finished import complete_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("extract", "train", "replay", "live")

@@ -12,7 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
-from launch.watch import complete_checkpoints, total_steps
+from launch.watch import total_steps
+from train.finished import complete_checkpoints
 
 TAIL, KEPT = 8, 60  # last lines of a stage: shown when it failed, and searched for its error
 CLEAR = "\r\x1b[K"

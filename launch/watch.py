@@ -25,15 +25,9 @@ from typing import Any, NoReturn
 from configs.load import UserError
 from configs.provenance import FolderLock, LockHeldError, lock_owner
 from configs.schema import Config
-from eval.done import (
-    evaluated,
-    held_out_folders,
-    lock_name,
-    reported,
-    results_folder,
-    settings_of,
-)
-from extract.manifest import read_manifest
+from eval.done import evaluated, lock_name, reported, results_folder, settings_of
+from extract.manifest import held_out_folders, is_complete, read_manifest
+from train.finished import DONE, complete_checkpoints, step_of
 
 POLL_SECONDS, NOTICE_SECONDS = 1.0, 60.0
 TRIES = 2  # a process that was started by hand may have taken the checkpoint in the meantime
@@ -90,7 +84,7 @@ class Watcher:
         for checkpoint in reversed(found):
             try:
                 # A run that was deleted and trained again has other checkpoints of the same names.
-                key = checkpoint.name, (checkpoint / "DONE").stat().st_mtime_ns
+                key = checkpoint.name, (checkpoint / DONE).stat().st_mtime_ns
                 results = results_folder(self.run_dir, checkpoint, self.mode)
                 if key in self._evaluated:
                     continue
@@ -105,17 +99,9 @@ class Watcher:
     def _settings_now(self) -> str | None:
         """None while extraction is still at work on the held-out sets."""
         folders = held_out_folders(self.config)
-        manifests = {}
-        for name, folder in folders.items():
-            try:
-                manifest = read_manifest(folder, incomplete_ok=True)
-            except UserError:
-                if (folder / "manifest.json").exists():
-                    raise  # damaged
-                return None
-            if not manifest.complete:
-                return None
-            manifests[name] = manifest
+        if not all(map(is_complete, folders.values())):
+            return None
+        manifests = {name: read_manifest(folder) for name, folder in folders.items()}
         return settings_of(self.config, self.mode, manifests)
 
     def _claim(self, checkpoint: Path, others: int) -> int | None:
@@ -131,7 +117,7 @@ class Watcher:
                 status = self._run([*self.command, str(checkpoint)])
         except LockHeldError:
             return None
-        if not (checkpoint / "DONE").exists():
+        if not (checkpoint / DONE).exists():
             print(f"{checkpoint.name} is gone: training keeps its latest ones only", flush=True)
             return 0
         if checkpoint in self.due():
@@ -173,12 +159,6 @@ class Watcher:
         return f"all {count} checkpoints have {self.mode} results"
 
 
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Folders of finished checkpoints, oldest first."""
-    found = [done.parent for done in (run_dir / "checkpoints").glob("step-*/DONE")]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
-
-
 def total_steps(checkpoint: Path) -> int | None:
     """The steps of the whole training run, as its checkpoints say; None for one that does not."""
     try:
@@ -190,7 +170,7 @@ def total_steps(checkpoint: Path) -> int | None:
 
 def training_is_complete(run_dir: Path) -> bool:
     checkpoints = complete_checkpoints(run_dir)
-    return any(total_steps(c) == int(c.name.removeprefix("step-")) for c in checkpoints[-1:])
+    return any(total_steps(c) == step_of(c) for c in checkpoints[-1:])
 
 
 def environment_for(gpu: int | None, cpus: str | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,3 +158,30 @@ def family(pid: int) -> list[int]:
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
     return found
+
+
+def apt_install(*packages: str) -> None:
+    """Install Debian packages that a test needs, or skip the test where that cannot be done."""
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip(f"{', '.join(packages)} are not installed, and this is not root on Debian")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+        done = subprocess.run(
+            ["apt-get", "-q", *command], env=environment, capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            pytest.skip(f"apt-get {command[0]} failed: {done.stderr.strip()[-200:]}")
+
+
+def tiny_drafter(target: Any, block_size: int) -> Any:
+    """One random layer for the tiny target, the same whenever it is asked for."""
+    from train.drafter import FULL, DFlashDrafter, DraftShape, drafter_config
+
+    drafter = DFlashDrafter(
+        drafter_config(target.config, num_hidden_layers=1, layer_types=[FULL]),
+        DraftShape(
+            block_size=block_size, mask_token_id=3, target_layer_ids=(1, 3), num_target_layers=6
+        ),
+    )
+    drafter.reset_parameters(0)
+    return drafter

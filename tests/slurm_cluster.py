@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import apt_install
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 
@@ -22,17 +24,8 @@ def require_slurm() -> None:
     """Install what is missing, or skip where that cannot be done."""
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons want root")
-    if all(map(shutil.which, PROGRAMS)):
-        return
-    if not shutil.which("apt-get"):
-        pytest.skip("Slurm is not installed and this is not Debian")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(
-            ["apt-get", "-q", *command], env=environment, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            pytest.skip(f"apt-get {command[0]} failed: {done.stderr.strip()[-200:]}")
+    if not all(map(shutil.which, PROGRAMS)):
+        apt_install(*PACKAGES)
 
 
 def free_port() -> int:

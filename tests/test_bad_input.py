@@ -11,9 +11,10 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -78,7 +79,10 @@ def changed(draw: Callable[[Any], Any], document: Any) -> Any:
     return whole[0]
 
 
-def read_or_refused(read: Callable[[], object]) -> object:
+T = TypeVar("T")
+
+
+def read_or_refused(read: Callable[[], T]) -> T | None:
     try:
         return read()
     except UserError as error:
@@ -304,9 +308,9 @@ def test_servers_that_are_measured(liar: Liar, data: st.DataObject, owner: str) 
     liar.says["/metrics"] = "\n".join(lines).encode()
     url = f"http://127.0.0.1:{liar.server_address[1]}"
     served = read_or_refused(lambda: connect(url).answer([1, 2], 8, GREEDY, 0))
-    assert served is None or sum(served.rounds) <= len(served.tokens)  # type: ignore[attr-defined]
+    assert served is None or sum(served.rounds) <= len(served.tokens)
 
 
 def test_addresses_that_are_none() -> None:
     for url in ("http://[::1", "nothing", "ftp://x", "http://", "http://127.0.0.1:99999"):
-        assert read_or_refused(lambda url=url: connect(url)) is None  # type: ignore[misc]
+        assert read_or_refused(partial(connect, url)) is None

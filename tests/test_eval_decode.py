@@ -25,7 +25,8 @@ from eval.tree import Tree, chain_tree
 from extract.head import TargetHead, head_of
 from extract.regenerate import decode_batch
 from extract.target import Target, load_target
-from train.drafter import FULL, DFlashDrafter, DraftShape, drafter_config
+from tests.conftest import tiny_drafter
+from train.drafter import DFlashDrafter
 
 BLOCK = 4
 ALWAYS_RIGHT = BLOCK - 1
@@ -69,11 +70,7 @@ def world(tiny_target: Path) -> World:
     target = load_target(
         TargetConfig(path=str(tiny_target), dtype="float32", device="cpu"), dtype="float32"
     )
-    drafter = DFlashDrafter(
-        drafter_config(target.config, num_hidden_layers=1, layer_types=[FULL]),
-        DraftShape(block_size=BLOCK, mask_token_id=3, target_layer_ids=(1, 3), num_target_layers=6),
-    )
-    drafter.reset_parameters(0)
+    drafter = tiny_drafter(target, BLOCK)
     target.model.generation_config.eos_token_id = None
     # A random target soon repeats itself; take the prompt after which it does so least.
     prompts = torch.randint(8, 300, (64, 5), generator=torch.Generator().manual_seed(0)).tolist()

@@ -26,8 +26,8 @@ from eval.tree import Tree
 from extract.choose import GREEDY, Sampler
 from extract.head import TargetHead, head_of
 from extract.target import Target, load_target
-from tests.conftest import tiny_tokenizer, write_config
-from train.drafter import FULL, DFlashDrafter, DraftShape, drafter_config
+from tests.conftest import apt_install, tiny_drafter, tiny_tokenizer, write_config
+from train.drafter import DFlashDrafter
 
 BLOCK = 4
 PROMPT = [40, 7, 99, 12, 150]
@@ -48,11 +48,7 @@ def world(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     target = load_target(
         TargetConfig(path=str(tiny_target), dtype="float32", device="cpu"), dtype="float32"
     )
-    drafter = DFlashDrafter(
-        drafter_config(target.config, num_hidden_layers=1, layer_types=[FULL]),
-        DraftShape(block_size=BLOCK, mask_token_id=3, target_layer_ids=(1, 3), num_target_layers=6),
-    )
-    drafter.reset_parameters(0)
+    drafter = tiny_drafter(target, BLOCK)
     config = load_config(write_config(tmp_path_factory.mktemp("trace") / "c.yaml", tiny_target))
     return World(config, target, drafter.eval().requires_grad_(False), head_of(target))
 
@@ -250,13 +246,18 @@ document.querySelector("#probe").textContent = JSON.stringify(seen);
 </script></body>"""
 
 
+def find_chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
 def browse(file: Path, hash_: str, size: tuple[int, int], profile: Path) -> tuple[Any, str]:
     """What the probe saw, and what the console said."""
-    chromium = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
+    chromium = find_chromium()
     if chromium is None:
-        pytest.skip("no chromium on PATH")
+        apt_install("chromium")
+        chromium = find_chromium()
+    assert chromium is not None
     done = subprocess.run(
         [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
          f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=2000", "--enable-logging=stderr",

@@ -26,13 +26,14 @@ from configs.schema import TargetConfig
 from eval.loading import held_out_sets
 from extract.connector import Connector, layer_ids, serve_command
 from extract.head import head_of
+from extract.locate import TargetSpec, load_model_config, locate
 from extract.main import main
 from extract.plan import plan
 from extract.prompts import MaskedSample
 from extract.regenerate import decode_batch
 from extract.shards import ShardReader, verify, write_shard
 from extract.skeleton import load_skeleton
-from extract.target import Target, TargetSpec, load_model_config, load_target, locate
+from extract.target import Target, load_target
 from tests.conftest import make_target, write_config
 from tests.test_extract_server import Handler
 

@@ -12,18 +12,11 @@ from configs.load import UserError
 from configs.schema import DrafterConfig, TargetConfig
 from extract.cache import GrowingLayer, cache_argument, new_cache
 from extract.head import head_of, load_head, save_head
+from extract.locate import choose_mask_token, default_taps, inspect, load_model_config, locate
 from extract.probe import probe
 from extract.prompts import Chat, Renderer
 from extract.regenerate import decode_batch, read_batch, regenerate
-from extract.target import (
-    Target,
-    choose_mask_token,
-    default_taps,
-    inspect,
-    load_model_config,
-    load_target,
-    locate,
-)
+from extract.target import Target, load_target
 from tests.conftest import make_target, tiny_tokenizer
 
 

@@ -30,8 +30,9 @@ from tests.test_train_blocks import packed_batch, sizes
 from train.batches import Schedule, collate
 from train.blocks import dense_mask, sight, sparse_mask
 from train.build import build_drafter
-from train.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.drafter import DFlashDrafter
+from train.finished import complete_checkpoints
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from train.startup import check_states, require_same_run, run_identity
 from train.step import loss_of, prepare, run_drafter

@@ -17,7 +17,7 @@ from extract.target import load_target
 from tests.conftest import make_target, write_config
 from tests.test_eval_verify import FAMILIES
 from tests.test_pipeline import run
-from train.checkpoint import complete_checkpoints
+from train.finished import complete_checkpoints
 from train.layout import load_drafter
 
 pytestmark = pytest.mark.slow

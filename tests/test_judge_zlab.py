@@ -19,7 +19,7 @@ from extract.prompts import Renderer
 from extract.target import load_target
 from tests.conftest import QUESTIONS, make_target, write_config
 from tests.test_pipeline import run
-from train.checkpoint import complete_checkpoints
+from train.finished import complete_checkpoints
 from train.layout import load_drafter
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]

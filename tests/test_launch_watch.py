@@ -18,8 +18,9 @@ import pytest
 from configs.load import UserError, load_config
 from configs.provenance import FolderLock, lock_owner
 from eval.done import lock_name
-from launch.watch import Watcher, complete_checkpoints, cpu_set, training_is_complete
+from launch.watch import Watcher, cpu_set, training_is_complete
 from tests.conftest import write_config
+from train.finished import complete_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 

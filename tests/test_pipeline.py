@@ -30,7 +30,8 @@ from extract.target import load_target
 from tests.conftest import QUESTIONS, family, make_target, write_config, write_prompts
 from tests.test_eval_served import Engine
 from train.batches import StepDataset
-from train.checkpoint import complete_checkpoints, find_checkpoint
+from train.checkpoint import find_checkpoint
+from train.finished import complete_checkpoints
 from train.layout import load_drafter
 from train.startup import make_schedule
 from train.step import prepare

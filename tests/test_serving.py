@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from configs.load import load_config
-from extract.target import locate, unpack_gguf
+from extract.locate import locate, unpack_gguf
 from tests.test_pipeline import run
 from train import export
-from train.checkpoint import complete_checkpoints
+from train.finished import complete_checkpoints
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 # The drafter trains on the very prompts that it is measured on, so that a minute makes it right often, and a mistake of

@@ -25,7 +25,7 @@ from extract.shards import ShardReader
 from tests.conftest import family
 from tests.test_pipeline import ROOT, close, copy_run, extracted, gradients, launch, metrics, run
 from train.batches import Schedule, pack
-from train.checkpoint import complete_checkpoints
+from train.finished import complete_checkpoints
 from train.layout import load_drafter
 
 __all__ = ["extracted"]  # a fixture

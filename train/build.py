@@ -13,8 +13,9 @@ from configs.load import UserError
 from configs.provenance import fingerprint
 from configs.schema import Config
 from extract.head import read_use
+from extract.locate import load_model_config, locate, unpack_gguf
 from extract.manifest import Manifest, require
-from extract.target import Target, load_model_config, load_target, locate, unpack_gguf
+from extract.target import Target, load_target
 from train.drafter import FULL, SLIDING, DFlashDrafter, DraftShape, drafter_config
 from train.layout import expected_of_states, load_drafter
 

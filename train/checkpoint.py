@@ -25,24 +25,15 @@ from accelerate.utils import DistributedType
 from configs.load import UserError
 from configs.provenance import FolderLock, atomic_write_json
 from train.drafter import DFlashDrafter
+from train.finished import DONE, complete_checkpoints, is_unfinished
 from train.layout import save_drafter
 
-DONE, BEST = "DONE", "best.json"
+BEST = "best.json"
 
 
 def checkpoint_interval(wanted: int | None, total_steps: int) -> int:
     """Optimizer steps between checkpoints: train.checkpoint_every, or four times a run."""
     return wanted or max(1, math.ceil(total_steps / 4))
-
-
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Folders of complete checkpoints, oldest first."""
-    found = (done.parent for done in (run_dir / "checkpoints").glob(f"step-*/{DONE}"))
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def find_checkpoint(run_dir: Path, name: str) -> Path:
@@ -67,7 +58,7 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
     if not folder.is_dir():
         known = ", ".join(p.name for p in done) or "none"
         raise UserError(f"there is no checkpoint {name}; complete ones in {run_dir}: {known}")
-    if (folder / "resume").exists() and not (folder / DONE).exists():
+    if is_unfinished(folder):
         raise UserError(
             f"checkpoint {folder} was never finished (it has no {DONE}); choose another"
         )

@@ -22,13 +22,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from configs.load import UserError, load_config
-from extract.target import locate, unpack_gguf
+from extract.locate import locate, unpack_gguf
 from train.drafter import FULL, DFlashDrafter
+from train.finished import DONE, is_unfinished
 from train.layout import checkpoint_config, load_drafter, read_tensors, write_config, write_weights
 
 SPECULATORS_VERSION = "0.9.0"  # whose loader and converter judge the export
 KEPT = ("README.md",)
-LEFT_OUT = ("resume/*", "DONE", ".*")
+LEFT_OUT = ("resume/*", DONE, ".*")
 
 
 def main(argv: Sequence[str]) -> int | None:
@@ -176,8 +177,10 @@ def upload(folder: Path, repo: str, *, private: bool, dry_run: bool) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 
-    if (folder / "resume").exists() and not (folder / "DONE").exists():
-        raise UserError(f"checkpoint {folder} was never finished (it has no DONE); choose another")
+    if is_unfinished(folder):
+        raise UserError(
+            f"checkpoint {folder} was never finished (it has no {DONE}); choose another"
+        )
     files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
     files = list(filter_repo_objects(files, ignore_patterns=list(LEFT_OUT)))
     if missing := {"config.json", "README.md"} - set(files):

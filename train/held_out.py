@@ -8,7 +8,6 @@ same with and without it, to the bit.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from configs.schema import Config
 from extract.head import TargetHead
-from extract.manifest import Manifest, read_manifest, require
+from extract.manifest import Manifest, held_out_folders, is_complete, require
 from extract.shards import ShardReader
 from train.batches import Schedule, StepDataset, pack
 from train.log import Window
@@ -77,9 +76,7 @@ def held_out(
 
     UserError when its states are of another target than those of training.
     """
-    sets = Path(config.run_dir) / "eval-sets"
-    folders = [sets / Path(name).stem / "states" for name in config.eval.prompts]
-    chosen = [next((f for f in folders if _complete(f)), None)]
+    chosen = [next(filter(is_complete, held_out_folders(config).values()), None)]
     broadcast_object_list(chosen)  # extraction may be finishing one just now
     if chosen[0] is None:
         return None
@@ -91,9 +88,3 @@ def held_out(
         **{"target.fingerprint": manifest.target.fingerprint},
     )
     return HeldOut(config, reader, accelerator, total_steps)
-
-
-def _complete(folder: Path) -> bool:
-    if not (folder / "manifest.json").exists():
-        return False
-    return read_manifest(folder, incomplete_ok=True).complete

@@ -32,12 +32,12 @@ from train.build import build_drafter
 from train.card import model_card
 from train.checkpoint import (
     checkpoint_interval,
-    complete_checkpoints,
     load_checkpoint,
     save_checkpoint,
     trainer_state,
 )
 from train.drafter import DFlashDrafter
+from train.finished import complete_checkpoints
 from train.held_out import held_out
 from train.log import Window, terminal_line
 from train.nonfinite import report_nonfinite
@@ -125,6 +125,8 @@ def train(
         require_same_run(identity, config, schedule, latest)
         load_checkpoint(latest, accelerator, model, optimizer)
         start = identity["step"]
+    stop = StopSignal()
+    arrivals = Arrivals(reader, schedule, accelerator, stop, start)
     if start >= total_steps:
         accelerator.print(f"training is complete: {latest} is step {start} of {total_steps}")
         return 0
@@ -132,8 +134,6 @@ def train(
         summary(config, schedule, parameters, accelerator, reader, total_steps, start)
     )
 
-    stop = StopSignal()
-    arrivals = Arrivals(reader, schedule, accelerator, stop, start)
     tracker = Tracker(run_dir, config, stage="train", resume_step=start) if main_process else None
     dataset = StepDataset(
         reader, schedule, rank=accelerator.process_index, max_length=options.max_length,
@@ -186,7 +186,7 @@ def train(
         losses = []
         for part in micro:
             with accelerator.accumulate(model):
-                hidden = run_drafter(model, accelerator.unwrap_model(model), head, part)
+                hidden = run_drafter(model, drafter, head, part)
                 numerator, correct = loss_of(hidden, loss_head, part, config)
                 backward(accelerator, model, numerator * scale.float())
             sums[:-1] += step_sums(numerator, part, correct)

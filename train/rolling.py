@@ -21,9 +21,9 @@ from configs.load import UserError
 from extract.manifest import AGAIN
 from extract.shards import ShardReader
 from extract.window import (
-    NOTICE_SECONDS,
     POLL_SECONDS,
     WINDOW,
+    Notice,
     WindowPlan,
     WindowReader,
     release,
@@ -165,7 +165,7 @@ class Arrivals:
         """UserError when what the run needs from step `start` on was deleted already."""
         self.reader, self.schedule = reader, schedule
         self.accelerator, self.stop = accelerator, stop
-        if isinstance(reader, WindowReader) and isinstance(schedule, RollingSchedule):
+        if isinstance(reader, WindowReader):
             gone = released(reader.folder, reader.plan.plan_fingerprint)
             if gone > (needed := schedule.done_with(start)):
                 raise UserError(
@@ -176,7 +176,7 @@ class Arrivals:
 
     def wait(self, step: int) -> bool:
         """Return when every process sees the shards of this step; False when a signal to stop came first."""
-        reader, told = self.reader, time.monotonic()
+        reader, notice = self.reader, Notice(at_once=False)
         while isinstance(reader, WindowReader):
             missing = [k for k in self.schedule.reads(step) if not reader.has(k)]
             seen = torch.tensor([float(len(missing)), self.stop.requested])
@@ -185,18 +185,13 @@ class Arrivals:
                 return False
             if seen[0] == 0:
                 return True
-            if self.accelerator.is_main_process and time.monotonic() - told > NOTICE_SECONDS:
-                told = time.monotonic()
-                print(f"waiting for extract/main.py to make shards {missing}", flush=True)
+            if self.accelerator.is_main_process:
+                notice.say(f"waiting for extract/main.py to make shards {missing}")
             time.sleep(POLL_SECONDS)
         return True
 
     def release(self, step: int) -> None:
         """Delete what no step from `step` on reads; call it when the checkpoint of `step` is complete."""
-        if (
-            self.accelerator.is_main_process
-            and isinstance(self.reader, WindowReader)
-            and isinstance(self.schedule, RollingSchedule)
-        ):
+        if self.accelerator.is_main_process and isinstance(self.reader, WindowReader):
             stamp = self.reader.plan.plan_fingerprint
             release(self.reader.folder, stamp, self.schedule.done_with(step))

@@ -19,12 +19,7 @@ from configs.schema import Config
 from extract.head import TargetHead
 from extract.manifest import MANIFEST, require
 from extract.shards import ShardReader
-from extract.window import (
-    NOTICE_SECONDS,
-    POLL_SECONDS,
-    WindowReader,
-    extraction_has_begun,
-)
+from extract.window import POLL_SECONDS, Notice, WindowReader, begun
 from train.batches import Schedule, pack
 from train.rolling import RollingSchedule, rolling_schedule
 from train.sampling import SampledHead
@@ -102,11 +97,9 @@ def open_states(config: Config, folder: Path) -> ShardReader | WindowReader:
     """The training states. With a rolling window this waits until extraction has begun."""
     if config.extract.window_gb is None:
         return ShardReader(folder)
-    told = -NOTICE_SECONDS
-    while not extraction_has_begun(folder):
-        if time.monotonic() - told > NOTICE_SECONDS:
-            told = time.monotonic()
-            print(f"waiting for extract/main.py to begin in {folder}", flush=True)
+    notice = Notice(at_once=True)
+    while begun(folder) is None:
+        notice.say(f"waiting for extract/main.py to begin in {folder}")
         time.sleep(POLL_SECONDS)
     return WindowReader(folder)
 

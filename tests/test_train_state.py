@@ -135,10 +135,9 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run(extracted, whole, tmp_
     ).read_bytes()
 
 
+@pytest.mark.parametrize("whole", [1], indirect=True)
 def test_the_held_out_measurement_changes_nothing(extracted, whole, tmp_path):
-    processes, measured = whole
-    if processes == 2:
-        pytest.skip("one process says it")
+    _, measured = whole
     config = copy_run(extracted, tmp_path, **LONG)
     shutil.rmtree(run_dir_of(config) / "eval-sets")
     run("train/main.py", "--config", str(config))
@@ -149,12 +148,11 @@ def test_the_held_out_measurement_changes_nothing(extracted, whole, tmp_path):
     assert held[-1]["held_out_loss"] < held[0]["held_out_loss"]
 
 
+@pytest.mark.parametrize("whole", [2], indirect=True)
 def test_another_number_of_processes_goes_on_when_the_rows_of_a_step_are_as_many(
     extracted, whole, tmp_path
 ):
-    processes, uninterrupted = whole
-    if processes == 1:
-        pytest.skip("there are no two processes to leave")
+    _, uninterrupted = whole
     config = copy_run(extracted, tmp_path, **{**LONG, "batch_size": 2})
     run_dir = run_dir_of(config)
     for checkpoint in complete_checkpoints(run_dir_of(uninterrupted))[:-1]:
@@ -279,6 +277,28 @@ def test_a_skipped_step_leaves_nothing_behind(extracted, tmp_path, stage):
     for key, value in theirs.state_dict().items():
         assert value.isfinite().all()
         torch.testing.assert_close(ours.state_dict()[key], value, rtol=2e-2, atol=2e-3, msg=key)
+
+
+def test_a_logged_line_sums_its_steps_and_counts_the_skipped_ones(extracted, tmp_path):
+    each, fourth = (
+        copy_run(extracted, tmp_path / name, **BRIEF, nonfinite="skip") for name in "ab"
+    )
+    number = next(n for n in range(8) if poisoned_steps(each, n, world=1)[0] > 1)
+    for config, every in ((each, 1), (fourth, 4)):
+        poison(config, number)
+        run("train/main.py", "--config", str(config), "--set", f"train.log_every={every}")
+    bad = poisoned_steps(each, number, world=1)
+    steps = {m["step"]: m for m in metrics(run_dir_of(each))}
+    assert sorted(steps) == [s for s in range(1, 10) if s not in bad]
+    lines, seen = metrics(run_dir_of(fourth)), 0
+    assert lines[-1]["step"] == 9
+    for line in lines:
+        span = range(seen + 1, line["step"] + 1)
+        assert line["skipped_steps"] == sum(s in bad for s in span)
+        assert line["tokens"] == sum(steps[s]["tokens"] for s in span if s in steps)
+        losses = [steps[s]["loss"] for s in span if s in steps]
+        assert min(losses) <= line["loss"] <= max(losses)
+        seen = line["step"]
 
 
 def test_ten_skipped_steps_in_a_row_end_the_run(extracted, tmp_path):

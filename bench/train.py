@@ -112,7 +112,11 @@ def lay_out(shape: Shape, conversations: list[Sample]) -> Prepared:
         hidden_size=None,
         seed=0,
     )
-    return prepare(batch.to(shape.device), settings(shape))
+    return prepare(
+        batch.to(shape.device),
+        settings(shape),
+        DraftShape(shape.block, MASK_TOKEN, TAPS, TARGET_LAYERS),
+    )
 
 
 def our_step(

@@ -24,7 +24,7 @@ from extract.head import TargetHead
 from extract.target import Target
 from train.drafter import FULL, DFlashDrafter, Mask
 
-# Logits of slots 1..B-1, [B-1, V], and the root token -> the tree to verify.
+# Logits of the D drafting slots, [D, V], and the root token -> the tree to verify.
 Propose = Callable[[Tensor, int], Tree]
 
 
@@ -61,7 +61,7 @@ class Drafting:
 
     @torch.inference_mode()
     def draft(self, root: int) -> Tensor:
-        """Logits [B-1, V] of the slots after `root`, which stands right behind the context."""
+        """Logits [D, V] of the tokens after `root`, which stands right behind the context."""
         drafter, shape = self.drafter, self.drafter.shape
         device = drafter.fc.weight.device
         ids = torch.full((1, shape.block_size), shape.mask_token_id, device=device)
@@ -73,7 +73,7 @@ class Drafting:
         context: Any = [(x.keys, x.values) for x in self.layers]  # there since the prompt's append
         embeddings = self.head.embed(ids).to(drafter.fc.weight.dtype)
         hidden = drafter.slots(embeddings, positions, context, masks)
-        return self.head.logits(hidden[0, 1:])
+        return self.head.logits(hidden[0, shape.first :])
 
     def _mask(self, kind: str, device: torch.device) -> Tensor | None:
         causal = self.drafter.shape.causal(kind)
@@ -103,7 +103,7 @@ class Decoded:
 class Round(NamedTuple):
     """A round as it went, for whoever watches. The tensors are the decode's own: copy what is to stay, change nothing."""
 
-    draft: Tensor  # [B-1, V], the drafter's logits of slots 1..B-1, temperature applied
+    draft: Tensor  # [D, V], the drafter's logits of the slots that draft, temperature applied
     tree: Tree
     logits: Tensor  # [n, V], the target's after each node
     path: list[int]  # the nodes that the target's choices visit, root first

@@ -65,7 +65,7 @@ def live_sets(
         base: dict[str, Any] = {
             "dataset": name,
             "temperature": options.temperature,
-            "block_size": drafter.block_size,
+            "block_size": drafter.shape.drafts + 1,
         }
         rows.append(
             summarize(

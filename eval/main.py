@@ -211,7 +211,7 @@ def measurer(
         engine = connect(server)
 
         def served(folder: Path) -> Measured:
-            rows, notes = served_sets(config, engine, checked_shape(folder, sets).block_size, sets)
+            rows, notes = served_sets(config, engine, 1 + checked_shape(folder, sets).drafts, sets)
             return rows, None, notes
 
         return served

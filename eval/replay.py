@@ -42,7 +42,7 @@ class Replayed:
 def draft_everywhere(
     drafter: DFlashDrafter, head: TargetHead, sample: Sample, first: int
 ) -> Iterator[Tensor]:
-    """Logits [m, B-1, V] of the blocks anchored at each of the tokens first..T-1 of a sample, m anchors at a time."""
+    """Logits [m, D, V] of the blocks anchored at each of the tokens first..T-1 of a sample, m anchors at a time."""
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
     shape, head = drafter.shape, head.used_by(drafter.shape)
     length = len(sample.input_ids)
@@ -60,7 +60,7 @@ def draft_everywhere(
         masks = layer_masks(drafter, document[:, :end], position[:, :end], anchors)
         below = [(k[:, :, :end], v[:, :, :end]) for k, v in context]
         hidden = drafter.slots(head.embed(tokens).to(dtype), positions, below, masks)
-        hidden = hidden.view(end - start, shape.block_size, -1)[:, 1:]
+        hidden = hidden.view(end - start, shape.block_size, -1)[:, shape.first :]
         yield head.logits(hidden)
 
 
@@ -75,7 +75,7 @@ def replay(
 ) -> dict[int | None, Replayed]:
     """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end)."""
     first = sample.prompt_tokens
-    continuation = _continuations(sample.input_ids[first:].long(), drafter.shape.block_size - 1)
+    continuation = _continuations(sample.input_ids[first:].long(), drafter.shape.drafts)
     accepted: list[Tensor] = []  # [m, 1 + budgets] of each slice
     done = 0
     for logits in draft_everywhere(drafter, head, sample, first):
@@ -125,7 +125,7 @@ def replay_sets(
             repetitive += repetition_rate(spoken) > REPETITIVE
             rounds = replay(drafter, head, sample, options.budgets, keep_chain=options.keep_chain)
             for key, got in rounds.items():
-                size = drafter.block_size - 1 if key is None else key
+                size = drafter.shape.drafts if key is None else key
                 answers[key].append(
                     Answer(
                         prompt_id=sample.id,
@@ -143,7 +143,7 @@ def replay_sets(
                 decoder="dflash" if key is None else "ddtree",
                 budget=key,
                 temperature=0.0,
-                block_size=drafter.block_size,
+                block_size=drafter.shape.drafts + 1,
                 lossless=None,
                 repetitive_answers=repetitive,
             ).as_dict()

@@ -91,7 +91,7 @@ def trace(
         "target": target.label,
         "dtype": options.dtype,
         "decoding": ", ".join(f"{k} {v:g}" for k, v in sampler.settings.items()) or "greedy",
-        "block_size": drafter.block_size,
+        "block_size": drafter.shape.drafts + 1,
         "budget": budget,
         "keep_chain": options.keep_chain,
         "pieces": pieces.texts,

@@ -164,7 +164,8 @@ def gradients(config: Config, target: Target, rows: list[list[tuple[int, Sample]
         rows, [0] * len(rows), max_length=40, feature_size=3 * 64, feature_dtype=torch.float32,
         hidden_size=64, seed=0,
     )  # fmt: skip
-    drafter, part, head = build(config), prepare(batch, config), head_of(target)
+    drafter, head = build(config), head_of(target)
+    part = prepare(batch, config, drafter.shape)
     numerator, _ = loss_of(run_drafter(drafter, drafter, head, part), head, part, config)
     assert torch.isfinite(numerator)
     numerator.backward()

@@ -22,7 +22,7 @@ from train.blocks import (
     sparse_mask,
     valid_anchors,
 )
-from train.drafter import attend
+from train.drafter import DraftShape, attend
 from train.log import compiled_graphs
 
 CPU = torch.device("cpu")
@@ -73,14 +73,16 @@ def packed_rows(draw):
     return ids, mask, document, position
 
 
-@given(packed_rows(), st.integers(1, 8), st.integers(2, 5), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
-def test_layout_equals_slow_loops(row, count, block, seed):
+@given(packed_rows(), st.integers(1, 8), st.integers(2, 5), st.integers(0, 5), st.integers(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_layout_equals_slow_loops(row, count, block, seed, first):
     ids, mask, document, position = row
     rows, length = ids.shape
     valid = valid_anchors(mask, document)
     anchors = drawn(mask, document, count, seed)
-    targets, supervised = block_targets(ids, mask, document, anchors, block)
+    targets, supervised = block_targets(
+        ids, mask, document, anchors, DraftShape(block, 49, (0,), 1, sample_from_anchor=first == 0)
+    )
     tokens, positions = slot_inputs(ids, position, anchors, block, mask_token_id=49)
     window, causal = 3, True
     full = block_mask(document, position, anchors, block)
@@ -104,8 +106,8 @@ def test_layout_equals_slow_loops(row, count, block, seed):
             ended = a < 0
             for k in range(block):
                 s = j * block + k
-                at = a + k
-                if k > 0:
+                at = a + k if first == 1 else a + k + 1
+                if k >= first:
                     ended = (
                         ended
                         or at >= length

@@ -93,6 +93,7 @@ def test_sglang_finds_the_rope_where_it_looked_before_transformers_5(tmp_path):
         ("speculators", {"causal_full": True}, "bidirectional"),
         ("speculators", {"input_embedding_scale": 2.0}, "input_embedding_scale"),
         ("sglang", {"input_embedding_scale": 2.0}, "input_embedding_scale"),
+        ("zlab", {"sample_from_anchor": True}, "slot 0 as well"),
     ],
 )
 def test_what_a_layout_cannot_say_is_refused(tmp_path, tiny_target, layout, shape, message):
@@ -269,5 +270,9 @@ def test_an_assistant_refuses_another_target(tmp_path, tiny_target):
     config = load_config(write_config(tmp_path / "config.yaml", tiny_target))
     target = load_target(config.target).model
     with pytest.raises(UserError, match="6 layers, 32 wide; this one has 6 and is 64 wide"):
+        load_assistant(folder, target)
+    assert load_shape(folder)[1] == model.shape
+    folder, model = checkpoint(tmp_path / "b", sample_from_anchor=True)
+    with pytest.raises(UserError, match="slot 0 as well"):
         load_assistant(folder, target)
     assert load_shape(folder)[1] == model.shape

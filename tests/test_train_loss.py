@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor
 from configs.schema import Config
 from extract.head import TargetHead
 from train.batches import Batch
+from train.drafter import DraftShape
 from train.loss import slot_losses
 from train.sampling import SampledHead, StepHead
 from train.step import Prepared, loss_of, prepare
 
 HIDDEN, VOCABULARY, BLOCK = 12, 40, 4
+SHAPE = DraftShape(BLOCK, 39, (0,), 4)
+FROM_ANCHOR = replace(SHAPE, sample_from_anchor=True)
 
 
 def make_head(
@@ -86,13 +90,14 @@ def oracle(hidden: Tensor, head: TargetHead | StepHead, part: Prepared, config: 
     for r, anchors in enumerate(part.anchors.tolist()):
         for j, anchor in enumerate(anchors):
             losses, confidence = [], []
-            for k in range(1, BLOCK):
+            for k in range(part.first, BLOCK):
                 if anchor < 0 or not part.supervised[r, j, k]:
                     break
-                token = int(batch.input_ids[r, anchor + k])
+                predicted = anchor + k + (1 - part.first)
+                token = int(batch.input_ids[r, predicted])
                 mine, at = log_p(hidden[r, j * BLOCK + k], token)
                 assert batch.last_hidden is not None
-                teacher, _ = log_p(batch.last_hidden[r, anchor + k - 1].double(), token)
+                teacher, _ = log_p(batch.last_hidden[r, predicted - 1].double(), token)
                 kl = (teacher.exp() * (teacher - mine)).sum()
                 share = options.distillation
                 losses.append((1 - share) * -mine[at] + share * kl)
@@ -127,14 +132,17 @@ HEADS: dict[str, Callable[[], TargetHead | StepHead]] = {
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("weighting", ["decay", "uniform", "dpace"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_equals_the_plain_objective(kind, weighting, share):
+@pytest.mark.parametrize("shape", [SHAPE, FROM_ANCHOR], ids=["DFlash", "from the anchor"])
+def test_equals_the_plain_objective(kind, weighting, share, shape):
     head, batch = HEADS[kind](), make_batch()
     hidden = torch.randn(2, 5 * BLOCK, HIDDEN, generator=torch.Generator().manual_seed(4))
     exact = hidden.double().requires_grad_()
     config = make_config(weighting=weighting, distillation=share)
-    part = prepare(batch, config)
+    part = prepare(batch, config, shape)
     lengths = part.supervised.sum(2).unique().tolist()
-    assert lengths == [0, 1, 2, 3], "the batch has lost its short blocks and unused anchors"
+    assert lengths == list(range(shape.drafts + 1)), (
+        "the batch has lost its short blocks and unused anchors"
+    )
     expected = oracle(exact, head, part, config)
     expected.backward()
     for chunk in (1, 7, 1024):
@@ -182,7 +190,7 @@ def test_bfloat16_head_is_close_and_the_gradient_points_the_same_way(share, kind
 def test_no_supervised_slot_gives_zero_loss_and_zero_gradient(weighting):
     batch, config = make_batch(), make_config(weighting=weighting)
     batch.loss_mask.zero_()
-    part = prepare(batch, config)
+    part = prepare(batch, config, SHAPE)
     hidden = torch.randn(2, 5 * BLOCK, HIDDEN, requires_grad=True)
     numerator, correct = loss_of(hidden, make_head(), part, config)
     numerator.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from train.batches import Batch
+from train.drafter import DraftShape
 from train.log import Window
 from train.step import Prepared, step_sums
 
@@ -24,7 +25,7 @@ def prepared(supervised: list[list[bool]]) -> Prepared:
     good = torch.tensor([supervised])
     anchors = torch.tensor([[0 if any(block) else -1 for block in supervised]])
     targets, weights = torch.zeros_like(good, dtype=torch.long), good.float()
-    return Prepared(batch, anchors, targets, good, weights, weights.sum())
+    return Prepared(batch, anchors, 1, targets, good, weights, weights.sum())
 
 
 def line(parts: list[tuple[list[list[bool]], list[list[bool]]]]) -> dict:
@@ -32,7 +33,7 @@ def line(parts: list[tuple[list[list[bool]], list[list[bool]]]]) -> dict:
     for supervised, correct in parts:
         part = prepared(supervised)
         window.add(step_sums(torch.tensor(2.0), part, torch.tensor([correct])))
-    return window.line(1, 0, 0.1, 4)
+    return window.line(1, 0, 0.1, DraftShape(4, 0, (0,), 1))
 
 
 ALL = [False, True, True, True]

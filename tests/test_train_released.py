@@ -114,7 +114,16 @@ def write(folder: Path, config: dict[str, Any], model: DFlashDrafter, *, prefix:
             | {"sliding_window_non_causal": True},
             {"num_target_layers": None, "sliding": True},
         ),
-        # a DeepSpec drafter that says that its slot 0 is silent is a plain DFlash
+        (
+            OLD | {"dflash_config": TAPS | {"sample_from_anchor": True}},
+            {"sample_from_anchor": True},
+        ),
+        (
+            SPECULATORS | {"sample_from_anchor": True},
+            {"num_target_layers": None, "sample_from_anchor": True},
+        ),
+        # a DeepSpec drafter samples from the anchor unless it says otherwise
+        (DEEPSPEC, {"sample_from_anchor": True}),
         (DEEPSPEC | {"sample_from_anchor": False}, {}),
     ],
 )
@@ -177,10 +186,7 @@ DFLASH_2 = {
         (SPECULATORS | {"speculators_model_type": "dflash2"}, "DFlash 2"),
         (SPECULATORS | {"speculators_model_type": "eagle3"}, "type eagle3"),
         (OLD | {"architectures": ["Qwen3ForCausalLM"]}, "architecture"),
-        (DEEPSPEC, "Qwen3DSparkModel.*slot 0 as well .sample_from_anchor"),
         (DEEPSPEC | {"sample_from_anchor": False, "markov_rank": 256}, "markov_rank=256"),
-        (OLD | {"dflash_config": TAPS | {"sample_from_anchor": True}}, "slot 0 as well"),
-        (SPECULATORS | {"sample_from_anchor": True}, "slot 0 as well"),
         (OLD | {"dflash_config": TAPS | {"projector_type": "domino"}}, "projector_type"),
         (OLD | {"dflash_config": TAPS | {"attention_sink_bias": True}}, "attention sinks"),
         (OLD | {"dflash_config": TAPS | {"use_swa": True, "swa_window_size": 64}}, "use_swa"),

@@ -87,6 +87,11 @@ def load_assistant(folder: Path, target: Any) -> Assistant:
     except ValueError as error:
         raise UserError(str(error)) from None
     shape, text = drafter.shape, target.config.get_text_config()
+    if shape.sample_from_anchor:
+        raise UserError(
+            f"{folder} drafts from slot 0 as well (sample_from_anchor), and generate starts at slot 1; "
+            "use eval/main.py --mode live"
+        )
     found = (text.num_hidden_layers, text.hidden_size)
     wanted = (shape.num_target_layers or text.num_hidden_layers, drafter.config.hidden_size)
     if found != wanted:

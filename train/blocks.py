@@ -1,8 +1,9 @@
 """Anchors and masks: which blocks a packed row is trained on, and what each slot sees.
 
 A block of size B at anchor a has slots 0..B-1 at positions a..a+B-1. Slot 0 is the real token x[a], the others are mask
-tokens, and slot k predicts x[a+k]. A slot sees the context strictly below its anchor (in its own document) and its own
-block. tests/test_train_blocks.py holds the same rules as loops.
+tokens, and slot k predicts x[a+k], or x[a+k+1] in a drafter that samples from the anchor. A slot sees
+the context strictly below its anchor (in its own document) and its own block. tests/test_train_blocks.py has these rules
+as loops.
 
 Shapes: R rows, L tokens a row, A anchors, B block size, S = A*B slots. `document` numbers the documents of a packed row
 from 0 and is -1 on padding; `position` counts from 0 in each document.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from train.drafter import SLIDING, DFlashDrafter, Mask
+from train.drafter import SLIDING, DFlashDrafter, DraftShape, Mask
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -59,24 +60,25 @@ def choose_anchors(valid: Tensor, priority: Tensor, count: int) -> Tensor:
 
 
 def block_targets(
-    input_ids: Tensor, loss_mask: Tensor, document: Tensor, anchors: Tensor, block_size: int
+    input_ids: Tensor, loss_mask: Tensor, document: Tensor, anchors: Tensor, shape: DraftShape
 ) -> tuple[Tensor, Tensor]:
     """What every slot predicts: (token ids [R, A, B], supervised [R, A, B] bool).
 
-    Slot k is supervised when all of x[a+1..a+k] are supervised tokens of the anchor's document: a block carries no
-    weight past the end of a turn. Slot 0 and unused anchors never are.
+    A slot is supervised when all tokens after the anchor, up to its own, are supervised ones of the anchor's document: a
+    block carries no weight past the end of a turn. Slots before the first that predicts and unused anchors never are.
     """
-    length = input_ids.shape[1]
+    length, first = input_ids.shape[1], shape.first
     start = anchors.clamp(min=0)
-    index = start[:, :, None] + torch.arange(block_size, device=anchors.device)  # [R, A, B]
+    ahead = torch.arange(shape.block_size, device=anchors.device) + 1 - first
+    index = start[:, :, None] + ahead  # [R, A, B]
     inside = index < length
     flat = index.clamp(max=length - 1).flatten(1)
     take = lambda x: x.gather(1, flat).view_as(index)  # noqa: E731
     same = take(document) == document.gather(1, start)[:, :, None]
     good = inside & same & (take(loss_mask) > 0)
-    good[:, :, 0] = anchors >= 0
-    good = good.long().cumprod(dim=2).bool()
-    good[:, :, 0] = False
+    good[:, :, :first] = True
+    good = (good & (anchors >= 0)[:, :, None]).long().cumprod(dim=2).bool()
+    good[:, :, :first] = False
     return take(input_ids), good
 
 

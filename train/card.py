@@ -14,7 +14,7 @@ from configs.load import dump_config, resolve_input
 from configs.provenance import fingerprint
 from configs.schema import Config, TargetConfig
 from extract.manifest import Manifest, Totals
-from train.drafter import FULL, SLIDING, DFlashDrafter
+from train.drafter import FULL, SLIDING, DFlashDrafter, DraftShape
 
 # eval/card.py puts its table between these two
 ACCEPTANCE = ("<!-- acceptance -->", "<!-- end of acceptance -->")
@@ -25,7 +25,7 @@ def model_card(
     config: Config, manifest: Manifest, data: Totals, step: int, drafter: DFlashDrafter
 ) -> str:
     """README.md: what it drafts for, every convention, how it was made and how it is served."""
-    target = manifest.target
+    target, shape = manifest.target, drafter.shape
     base, license_name = origin_of(config.target)
     front = {
         "base_model": base,
@@ -39,8 +39,8 @@ def model_card(
         "drafts for": f"{target.id}{f' at {target.revision}' if target.revision else ''}",
         "target fingerprint": f"`{target.fingerprint}`",
         "thinking mode": thinking[manifest.enable_thinking],
-        "block size": f"{drafter.block_size}: slot 0 is the last accepted token and predicts nothing, "
-        f"{drafter.block_size - 1} drafts",
+        "block size": f"{shape.block_size}: slot 0 is the last accepted token and predicts "
+        f"{'the first' if shape.sample_from_anchor else 'nothing'}, {shape.drafts} drafts",
         "layers": _layers(drafter),
         "taps": f"{list(manifest.target_layer_ids)} of {manifest.num_target_layers}: {manifest.tap_convention}",
         "mask token": str(manifest.mask_token_id),
@@ -70,15 +70,7 @@ Not evaluated yet: `python eval/main.py --config config.yaml --checkpoint {PATH}
 
 ## Serve it
 
-`config.json` spells out every convention, and engines load this folder as it is.
-
-vLLM:
-
-    {serve_vllm(base or target.id, PATH, drafter.block_size)}
-
-SGLang:
-
-    {serve_sglang(base or target.id, PATH, drafter.block_size)}
+{serving(base or target.id, shape)}
 
 ## Reproduce it
 
@@ -90,6 +82,20 @@ with this config.yaml (Paceline, `train/main.py`):
 {dump_config(config).strip()}
 ```
 """
+
+
+def serving(target: str, shape: DraftShape) -> str:
+    if shape.sample_from_anchor:
+        return "Its slot 0 drafts as well (`sample_from_anchor`), which no engine's DFlash loader that was tried takes."
+    return f"""`config.json` spells out every convention, and engines load this folder as it is.
+
+vLLM:
+
+    {serve_vllm(target, PATH, shape.block_size)}
+
+SGLang:
+
+    {serve_sglang(target, PATH, shape.block_size)}"""
 
 
 def serve_vllm(target: str, drafter: str, block_size: int) -> str:

@@ -38,10 +38,23 @@ class DraftShape:
     num_target_layers: int | None  # None: the checkpoint does not say
     causal_sliding: bool = False  # inside the block, in sliding layers
     causal_full: bool = False  # the same in full layers
+    sample_from_anchor: bool = (
+        False  # slot k predicts the token k + 1 after the anchor, not k: slot 0 drafts as well
+    )
     # How the drafter uses the target's tables: their rows times a factor, its own logits times another, then capped.
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+
+    @property
+    def first(self) -> int:
+        """The first slot that predicts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block drafts, D; a round commits D + 1 of them at most."""
+        return self.block_size - self.first
 
     def causal(self, kind: str) -> bool:
         """Whether a slot in a layer of this kind sees nothing of its block beyond itself."""

@@ -73,6 +73,11 @@ def write(checkpoint: Path, layout: str, out: Path, target: str | None = None) -
         raise UserError(
             f"{checkpoint} does not say how many layers its target has; train it with drafter.init_from first"
         )
+    if model.shape.sample_from_anchor:
+        raise UserError(
+            f"{checkpoint} drafts from slot 0 as well (sample_from_anchor), and the DFlash loaders of z-lab, vLLM and "
+            "SGLang start at slot 1; there is nothing to export it to"
+        )
     state = model.state_dict()
     stored = next(iter(read_tensors(checkpoint).values())).dtype
     config = WRITERS[layout](model, checkpoint, checkpoint_config(model, stored), target)

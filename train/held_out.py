@@ -59,7 +59,7 @@ class HeldOut:
         drafter, device = self.accelerator.unwrap_model(model), self.accelerator.device
         window = Window()
         for batch in self.data[0]:
-            part = prepare(batch.to(device), self.config)
+            part = prepare(batch.to(device), self.config, drafter.shape)
             hidden = run_drafter(model, drafter, head, part)
             numerator, correct = loss_of(hidden, head, part, self.config)
             window.add(step_sums(numerator, part, correct))

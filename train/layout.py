@@ -1,6 +1,7 @@
 """A drafter on disk: model.safetensors and config.json, in the layout that engines load (z-lab DFlash).
 
-Written with every convention explicit; read in any layout that train/released.py knows.
+Written with every convention explicit, and in DeepSpec's layout if it samples from the anchor; read in any layout that
+train/released.py knows.
 """
 
 from __future__ import annotations
@@ -56,22 +57,34 @@ def checkpoint_config(model: DFlashDrafter, dtype: torch.dtype) -> dict[str, Any
         out.pop("is_causal", None)
     else:
         out["is_causal"] = False
-    twice = {
+    twice: dict[str, Any] = {
         "block_size": shape.block_size,
         "num_target_layers": shape.num_target_layers,
         "input_embedding_scale": shape.input_embedding_scale,
         "output_multiplier": shape.output_multiplier,
         "final_logit_softcapping": shape.final_logit_softcapping,
     }
+    if shape.sample_from_anchor:  # DeepSpec's name for it, with its heads off
+        out |= {
+            "architectures": ["Qwen3DSparkModel"],
+            "markov_rank": 0,
+            "enable_confidence_head": False,
+        }
+        twice |= {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.target_layer_ids),
+            "sample_from_anchor": True,
+        }
+    else:
+        out["architectures"] = ["DFlashDraftModel"]
     out.update(
-        architectures=["DFlashDraftModel"],
         model_type="qwen3",
         dtype=str(dtype).removeprefix("torch."),
         **twice,
         dflash_config={
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
-            "sample_from_anchor": False,
+            "sample_from_anchor": shape.sample_from_anchor,
             **twice,
         },
     )

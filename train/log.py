@@ -10,6 +10,8 @@ import torch
 import torch._dynamo.utils
 from torch import Tensor
 
+from train.drafter import DraftShape
+
 
 class Window:
     """Sums since the last logged step, over the steps that were not skipped."""
@@ -32,7 +34,7 @@ class Window:
         blocks, leading = rest[2 * block], rest[2 * block + 1 :]
         return numerator / max(divisor, 1e-9), 1 + sum(leading) / max(blocks, 1)
 
-    def line(self, step: int, epoch: int, lr: float, block: int) -> dict[str, Any]:
+    def line(self, step: int, epoch: int, lr: float, shape: DraftShape) -> dict[str, Any]:
         """The metrics.jsonl line, for a window with at least one step.
 
         `tau_proxy` is an estimate, because decoding visits other anchors than the drawn ones (eval has the real tau).
@@ -40,6 +42,7 @@ class Window:
         `lr` and `grad_norm` are its last step's.
         """
         assert self.sums is not None
+        block = shape.block_size
         loss, tau = self.loss_and_tau(block)
         _, _, tokens, *rest = self.sums.tolist()
         supervised, correct = rest[:block], rest[block : 2 * block]
@@ -52,7 +55,8 @@ class Window:
             "loss": loss,
             "accuracy": sum(correct) / max(sum(supervised), 1),
             "accuracy_at_position": [
-                c / max(s, 1) for c, s in zip(correct[1:], supervised[1:], strict=True)
+                c / max(s, 1)
+                for c, s in zip(correct[shape.first :], supervised[shape.first :], strict=True)
             ],
             "tau_proxy": tau,
             "lr": lr,

@@ -170,7 +170,7 @@ def train(
         window.data_seconds += time.perf_counter() - waiting
 
         # 1. Their anchors, and the global divisor of their summed losses.
-        micro = [prepare(batch.to(device), config) for batch in batches_of_step]
+        micro = [prepare(batch.to(device), config, drafter.shape) for batch in batches_of_step]
         divisor = accelerator.reduce(
             torch.stack([m.divisor for m in micro]).sum().double(), "sum"
         ).clamp(min=1e-9)
@@ -182,7 +182,7 @@ def train(
         )
         loss_head = sampled.at(step) if sampled else head
         scale = accelerator.num_processes * options.gradient_accumulation_steps / divisor
-        sums = torch.zeros(4 + 3 * config.drafter.block_size, dtype=torch.float64, device=device)
+        sums = torch.zeros(5 + 3 * drafter.block_size, dtype=torch.float64, device=device)
         losses = []
         for part in micro:
             with accelerator.accumulate(model):
@@ -214,7 +214,7 @@ def train(
         due = done % options.log_every == 0 or scheduled or stopping
         if due and window.sums is not None:  # None: all were skipped, and the window stays open
             epoch = step // schedule.steps_per_epoch
-            line = window.line(done, epoch, lr, config.drafter.block_size)
+            line = window.line(done, epoch, lr, drafter.shape)
             if held and (scheduled or done % held.every == 0):
                 line |= held.values(model, head)
             if tracker:

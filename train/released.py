@@ -3,7 +3,7 @@
     z-lab, SpecForge        architectures DFlashDraftModel; taps, mask token and the rest at the top level or, which wins,
                             in `dflash_config`; tap i is the residual stream after block i
     vLLM speculators        speculators_model_type dflash; the layers' config nested; aux layer id = tap + 1
-    deepseek-ai dflash_*    architectures Qwen3DSparkModel; slot 0 predicts as well unless the config says otherwise
+    deepseek-ai dflash_*    architectures Qwen3DSparkModel; slot 0 drafts too, unless `sample_from_anchor` denies it
 
 A setting that would change the drafter's arithmetic and that train/drafter.py does not have is refused by its name.
 """
@@ -25,7 +25,6 @@ DFLASH_2 = (
 )
 # settings by name: the values that change nothing, and what any other value means
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sample_from_anchor": ((None, False), "drafts from slot 0 as well"),
     "shift_label": ((None, False), "lets every slot predict the token after it"),
     "markov_rank": ((None, 0), "has a Markov head"),
     "enable_confidence_head": ((None, False), "has a confidence head"),
@@ -41,7 +40,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "is quantized"),
 }
 KNOWN = {
-    "block_size", "mask_token_id", "mask_token", "target_layer_ids", "num_target_layers", "causal", "num_anchors",
+    "block_size", "mask_token_id", "mask_token", "sample_from_anchor", "target_layer_ids", "num_target_layers",
+    "causal", "num_anchors",
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "swa_window_size", *UNSUPPORTED,
 }  # fmt: skip
 
@@ -194,6 +194,7 @@ def _checked(
         num_target_layers=depth,
         causal_sliding=causal_sliding,
         causal_full=causal_full,
+        sample_from_anchor=bool(said.get("sample_from_anchor")),
         input_embedding_scale=float(said.get("input_embedding_scale") or 1.0),
         output_multiplier=float(said.get("output_multiplier") or 1.0),
         final_logit_softcapping=float(cap) if cap else None,

@@ -15,7 +15,7 @@ from configs.schema import Config
 from extract.head import TargetHead
 from train.batches import Batch
 from train.blocks import block_targets, choose_anchors, layer_masks, slot_inputs, valid_anchors
-from train.drafter import DFlashDrafter
+from train.drafter import DFlashDrafter, DraftShape
 from train.loss import slot_losses
 from train.sampling import StepHead
 from train.weighting import decay_weights, default_gamma, dpace_weights
@@ -27,6 +27,7 @@ class Prepared:
 
     batch: Batch
     anchors: Tensor  # [R, A]
+    first: int  # the first slot that predicts
     targets: Tensor  # [R, A, B]
     supervised: Tensor  # [R, A, B]
     weights: Tensor | None  # [R, A, B] float32; None: they come from the forward
@@ -35,21 +36,21 @@ class Prepared:
     )
 
 
-def prepare(batch: Batch, config: Config) -> Prepared:
-    options, block_size = config.train, config.drafter.block_size
+def prepare(batch: Batch, config: Config, shape: DraftShape) -> Prepared:
+    options = config.train
     valid = valid_anchors(batch.loss_mask, batch.document)
     chosen = choose_anchors(valid, batch.priority, options.anchors)
     targets, supervised = block_targets(
-        batch.input_ids, batch.loss_mask, batch.document, chosen, block_size
+        batch.input_ids, batch.loss_mask, batch.document, chosen, shape
     )
     weights = None
     if options.weighting == "uniform":
         weights = supervised.float()
     elif options.weighting == "decay":
-        gamma = options.decay_gamma or default_gamma(block_size)
+        gamma = options.decay_gamma or default_gamma(shape.block_size)
         weights = decay_weights(supervised, gamma)
     divisor = (chosen >= 0).sum() if weights is None else weights.sum()
-    return Prepared(batch, chosen, targets, supervised, weights, divisor)
+    return Prepared(batch, chosen, shape.first, targets, supervised, weights, divisor)
 
 
 def run_drafter(engine: Any, drafter: DFlashDrafter, head: TargetHead, part: Prepared) -> Tensor:
@@ -77,7 +78,7 @@ def loss_of(
     if part.batch.last_hidden is not None:
         rows = torch.arange(len(part.anchors), device=keep.device)[:, None, None]
         offsets = torch.arange(part.targets.shape[2], device=keep.device)
-        before = (part.anchors.clamp(min=0)[:, :, None] + offsets - 1).clamp(
+        before = (part.anchors.clamp(min=0)[:, :, None] + offsets - part.first).clamp(
             0, part.batch.input_ids.shape[1] - 1
         )
         teacher = part.batch.last_hidden[rows, before].flatten(0, 2)[keep].to(head.weight.dtype)
@@ -101,12 +102,10 @@ def loss_of(
 
 
 def step_sums(numerator: Tensor, part: Prepared, correct: Tensor) -> Tensor:
-    """What is added over micro-batches, ranks and steps before anything is divided, [3 + 3B]: numerator, divisor, tokens;
-    per slot 0..B-1 how many are supervised and how many of them correct; blocks; per slot 1..B-1 how many blocks are
-    correct up to it. A block that a turn's end cuts short ends there, it is not wrong (field bug F18)."""
-    leading = (correct | ~part.supervised)[:, :, 1:].long().cumprod(2).bool() & part.supervised[
-        :, :, 1:
-    ]
+    """What is added over micro-batches, ranks and steps before anything is divided, [4 + 3B]: numerator, divisor, tokens;
+    per slot 0..B-1 how many are supervised and how many of them correct; blocks; per slot how many blocks are correct up
+    to it. A block that a turn's end cuts short ends there, it is not wrong (field bug F18)."""
+    leading = (correct | ~part.supervised).long().cumprod(2).bool() & part.supervised
     blocks = (part.anchors >= 0).sum()
     per_slot = [part.supervised.sum((0, 1)), correct.sum((0, 1)), leading.sum((0, 1))]
     flat = torch.cat(

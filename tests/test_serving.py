@@ -17,6 +17,7 @@ import pytest
 
 from configs.load import load_config
 from extract.locate import locate, unpack_gguf
+from extract.shards import ShardReader
 from tests.test_pipeline import run
 from train import export
 from train.finished import complete_checkpoints
@@ -107,17 +108,43 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, 
     return folder, common
 
 
+def greedy_answers(url: str, folder: Path) -> list[list[int]]:
+    """vLLM's own greedy answers to the held-out prompts, as token ids."""
+    reader = ShardReader(folder / "eval-sets" / "math" / "states")
+    (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+    answers = []
+    for sample in (reader[i] for i in range(len(reader))):
+        body = {"model": model["id"], "prompt": sample.input_ids[: sample.prompt_tokens].tolist(),
+                "max_tokens": SETTINGS["eval.max_new_tokens"], "temperature": 0, "return_token_ids": True}  # fmt: skip
+        (choice,) = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()["choices"]
+        answers.append(choice["token_ids"])
+    return answers
+
+
+def target_folder() -> Path:
+    return Path(unpack_gguf(locate(load_config("configs/smollm2-demo.yaml").target)).source)
+
+
+@pytest.fixture(scope="module")
+def plain(trained: tuple[Path, tuple[str, ...]]) -> list[list[int]]:
+    """What vLLM answers without a drafter."""
+    folder, _ = trained
+    with vllm(target_folder(), None, folder / "plain.log") as url:
+        return greedy_answers(url, folder)
+
+
 @pytest.mark.parametrize("layout", ["native", "speculators"])
-def test_vllm_accepts_what_live_decoding_accepts(tmp_path, trained, layout):
+def test_vllm_accepts_what_live_decoding_accepts(tmp_path, trained, plain, layout):
     folder, common = trained
     (checkpoint,) = complete_checkpoints(folder)
-    target = Path(unpack_gguf(locate(load_config("configs/smollm2-demo.yaml").target)).source)
+    target = target_folder()
     server: tuple[Path, Path | None] = (target, checkpoint)
     if layout == "speculators":
         export.write(checkpoint, "speculators", tmp_path / "out", str(target))
         server = (tmp_path / "out", None)
     with vllm(*server, tmp_path / "vllm.log") as url:
         out = run("eval/main.py", *common, "--mode", "served", "--server", url, "--again")
+        assert greedy_answers(url, folder) == plain
     live, served = chain(folder, "live"), chain(folder, "served")
     print(out, live, served, sep="\n")
     assert served["prompts"] == live["prompts"] == 12

@@ -16,34 +16,43 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
+from eval.track import log_results
 from tests.conftest import write_config
 from train.tracking import Tracker
 
 
-def offline_history(folder: Path) -> list[dict[str, Any]]:
-    """History rows of an offline run: a .wandb file is a 7-byte header and then a LevelDB log of protobuf records."""
+def offline_rows(folder: Path, count: int) -> list[dict[str, Any]]:
+    """History rows of an offline run, once there are so many: wandb's service may still be writing."""
+    for _ in range(100):
+        records = offline_records(folder, "history")
+        if len(records) == count:
+            break
+        time.sleep(0.2)
+    return [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.item}
+        for record in records
+    ]
+
+
+def offline_records(folder: Path, kind: str) -> list[Any]:
+    """Records of an offline run: a .wandb file is a 7-byte header and then a LevelDB log of protobuf records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, rows, at, whole = file.read_bytes(), [], 7, b""
+    data, found, at, whole = file.read_bytes(), [], 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:
             at += left
             continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        _, length, part = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a full record, or the last part of one
+        if part in (1, 4):  # a full record, or the last part of one
             record, whole = Record.FromString(whole), b""
-            if record.HasField("history"):
-                rows.append(
-                    {
-                        "/".join(i.nested_key) or i.key: json.loads(i.value_json)
-                        for i in record.history.item
-                    }
-                )
-    return rows
+            if record.HasField(kind):
+                found.append(getattr(record, kind))
+    return found
 
 
 @pytest.fixture
@@ -78,17 +87,34 @@ def test_offline_segments_hold_every_step_on_our_axis(tmp_path, config):
         for step in steps:
             tracker.log({"step": step, "loss": 1.0 / step, "accuracy_at_position": [0.5, 0.25]})
         tracker.close()
-        rows = offline_history(folder)
-        for _ in range(100):  # wandb's service may still be writing on a busy machine
-            if len(rows) == len(steps):
-                break
-            time.sleep(0.2)
-            rows = offline_history(folder)
+        rows = offline_rows(folder, len(steps))
         assert [row["train/step"] for row in rows] == steps
         assert rows[0]["train/accuracy_at_position/2"] == 0.25
         ids = json.loads((folder / "wandb-train.json").read_text())["ids"]
         assert len(set(ids)) == segment + 1, "two segments with one id erase each other when synced"
         (folder / "wandb").rename(tmp_path / f"wandb-{segment}")
+
+
+def test_evaluations_land_on_the_training_step_whenever_they_arrive(tmp_path, config):
+    """What is logged offline is read back: the later checkpoint first, each in the run's group, tree beside chain."""
+    settings = config("offline")
+    for step, tau in ((40, 2.5), (20, 2.0)):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        rows = [{"dataset": "chat", "decoder": "dflash", "budget": None, "tau": tau},
+                {"dataset": "chat", "decoder": "ddtree", "budget": 16, "tau": tau + 1}]  # fmt: skip
+        log_results(
+            folder, settings, {"mode": "replay", "checkpoint": {"step": step}, "rows": rows}
+        )
+        (history,) = offline_rows(folder, 1)
+        assert history["eval/step"] == step
+        assert history["eval/replay/chat/dflash"] == tau
+        assert history["eval/replay/chat/ddtree-16"] == tau + 1
+        (run,) = offline_records(folder, "run")
+        assert (run.run_group, run.job_type, run.display_name) == ("run", "eval", "run-eval")
+        axes = {m.glob_name: m.step_metric for m in offline_records(folder, "metric")}
+        assert axes["eval/*"] == "eval/step"
+        (folder / "wandb").rename(tmp_path / f"wandb-{step}")
 
 
 def test_a_wandb_that_fails_does_not_stop_the_run(tmp_path, config, monkeypatch, capsys):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from extract.cache import cache_argument, new_cache
 from extract.choose import GREEDY, Sampler
 from extract.prompts import Chat, Message, Renderer, Row, UnmaskableChat, user_turns
 from extract.target import Target
+from extract.waiting import made_by
 
 # Answers one batch of prompts with a seed of its own: token ids -> (answer ids with the stop token, reason).
 Reason = Literal["stop", "length"]
@@ -145,7 +146,8 @@ def regenerate(
                 progress(sum(len(x) for x in batches[b:]), len(wanted))
         answered: list[int] = []
         for b, file in enumerate(files):
-            for (c, _), row in zip(batches[b], _wait_for(file, stamp), strict=True):
+            made = made_by(b % world, world, file.name, partial(read_batch, file, stamp))
+            for (c, _), row in zip(batches[b], made, strict=True):
                 rows[row.id] = row
                 histories[c] += [
                     {
@@ -233,13 +235,3 @@ def answers_so_far(folder: Path) -> list[Row]:
         _, newest, _ = max(batches, key=lambda batch: batch[0])
         rows += [row for _, stamp, some in batches if stamp == newest for row in some]
     return sorted(rows, key=lambda row: (row.chat_id, row.turn))
-
-
-def _wait_for(file: Path, stamp: str, seconds: float = 24 * 3600) -> Iterator[Row]:
-    """The rows of a file that this or another process writes."""
-    end = time.monotonic() + seconds
-    while (rows := read_batch(file, stamp)) is None:
-        if time.monotonic() > end:
-            raise TimeoutError(f"no process wrote {file} within {seconds / 3600:.0f} hours")
-        time.sleep(0.2)
-    return iter(rows)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from extract.shards import (
     write_shard,
 )
 from extract.target import Target
+from extract.waiting import made_by
 from extract.window import Window, make_plan, write_plan
 
 Look = Callable[[Path, ShardPlan, str], ShardEntry | None]  # how well a shard is looked at
@@ -206,12 +207,10 @@ def write_states(
             progress(sum(e.tokens for e in done.values()), total)
     if rank != 0:
         return None
-    for plan in plans:  # the other processes' shards
-        while plan.index not in done:
-            if entry := standing(plan, shard_done):
-                done[plan.index] = entry
-            else:
-                time.sleep(0.5)
+    for plan in plans:
+        if plan.index not in done:
+            look = partial(standing, plan, shard_done)
+            done[plan.index] = made_by(plan.index % world, world, plan.name, look)
     for plan in again:
         done[plan.index] = write(plan, compute(plan))
     shards = tuple(done[p.index] for p in plans)

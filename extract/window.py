@@ -29,9 +29,9 @@ from extract.plan import ShardPlan, shard_name
 from extract.prompts import MaskedSample
 from extract.sample import STORAGE_DTYPES, Format, Sample, estimate_bytes
 from extract.shards import MAX_OPEN_SHARDS, Shard, noted, open_shard
+from extract.waiting import POLL_SECONDS, Notice
 
 PLAN, WINDOW = "plan.json", "window.json"
-POLL_SECONDS, NOTICE_SECONDS = 0.2, 60.0
 
 
 class PlannedShard(Record):
@@ -145,18 +145,6 @@ def release(folder: Path, plan_fingerprint: str, count: int) -> None:
     # Last, so that what extraction adds never comes on top of what is still there.
     record = _Released(plan_fingerprint=plan_fingerprint, shards=count)
     atomic_write_json(folder / WINDOW, record.model_dump())
-
-
-class Notice:
-    """Says at most once a minute what somebody is waiting for."""
-
-    def __init__(self, *, at_once: bool) -> None:
-        self.told = time.monotonic() - (NOTICE_SECONDS if at_once else 0)
-
-    def say(self, text: str) -> None:
-        if time.monotonic() - self.told >= NOTICE_SECONDS:
-            self.told = time.monotonic()
-            print(text, flush=True)
 
 
 class Window:

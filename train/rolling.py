@@ -20,10 +20,9 @@ from accelerate import Accelerator
 from configs.load import UserError
 from extract.manifest import AGAIN
 from extract.shards import ShardReader
+from extract.waiting import POLL_SECONDS, Notice
 from extract.window import (
-    POLL_SECONDS,
     WINDOW,
-    Notice,
     WindowPlan,
     WindowReader,
     release,

@@ -19,7 +19,8 @@ from configs.schema import Config
 from extract.head import TargetHead
 from extract.manifest import MANIFEST, require
 from extract.shards import ShardReader
-from extract.window import POLL_SECONDS, Notice, WindowReader, begun
+from extract.waiting import POLL_SECONDS, Notice
+from extract.window import WindowReader, begun
 from train.batches import Schedule, pack
 from train.rolling import RollingSchedule, rolling_schedule
 from train.sampling import SampledHead

@@ -11,7 +11,7 @@ import torch
 from configs.load import UserError
 from eval.decode import decode, propose_chain
 from eval.live import parting_margin
-from eval.patient import OK, SUSPECT, TRAINING, Case, Finding, NotCheckable
+from eval.patient import OK, SUSPECT, TOO_SHORT, TRAINING, Case, Finding, NotCheckable
 from eval.replay import replay
 from eval.selftest import near_tie, short_test
 from eval.variants import clearly_better, hits, variant
@@ -36,8 +36,8 @@ def slots(case: Case) -> Finding:
     if clearly_better(rates[best], rates[0], found.independent):
         return Finding(
             "slots", SUSPECT, measured,
-            f"slot k drafts token k{best:+d}: trained with shifted labels (`shift_label`, `sample_from_anchor`), or from a "
-            "layout that counts slots otherwise; train again here, or convert it with its own convention",
+            f"slot k drafts token k{best:+d}: trained with shifted labels (`shift_label`, `sample_from_anchor`), or from "
+            "a layout that counts slots otherwise; train again here, or convert it with its own convention",
         )  # fmt: skip
     return Finding("slots", OK, measured)
 
@@ -187,6 +187,8 @@ def overfit(case: Case) -> Finding:
         raise NotCheckable("the training states are not there")
     seen = hits(case.drafter, case.head, case.sound(TRAINING))
     held_out = hits(case.drafter, case.head, case.sound(*case.held_out))
+    if not (seen.blocks and held_out.blocks):
+        raise NotCheckable(TOO_SHORT)
     a, b = seen.first_slot, held_out.first_slot
     measured = f"first draft right {a:.3f} in training, {b:.3f} held out"
     if a > OVERFIT * b and clearly_better(a, b, min(seen.blocks, held_out.blocks)):

@@ -25,6 +25,7 @@ SAMPLES = 16  # of the training states and of all held-out sets together: some t
 
 OK, SUSPECT, UNKNOWN = "ok", "SUSPECT", "not checkable here"
 TRAINING = "training states"
+TOO_SHORT = "no answer is longer than a block"
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,11 @@ class Case:
 
     @cached_property
     def hits(self) -> Hits:
-        """Of the drafter as it is, on all sound samples."""
-        return hits(self.drafter, self.head, self.sound(), (-1, 0, 1))
+        """Of the drafter as it is, on all sound samples. NotCheckable when none has room for a block."""
+        found = hits(self.drafter, self.head, self.sound(), (-1, 0, 1))
+        if not found.blocks:
+            raise NotCheckable(TOO_SHORT)
+        return found
 
     def prefers(self, other: DFlashDrafter) -> tuple[float, bool]:
         """(accuracy of this variant, whether it is clearly better)."""

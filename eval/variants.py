@@ -15,7 +15,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from eval.replay import draft_everywhere
 from extract.head import TargetHead
 from extract.shards import Sample
-from train.blocks import block_targets
 from train.drafter import DFlashDrafter
 
 ANCHORS = (
@@ -35,7 +34,7 @@ class Hits:
     first: int  # of slot 1, right at shift 0
     blocks: int
     drafts: int
-    slots: int  # B - 1
+    slots: int  # of a block that draft
 
     def accuracy(self, shift: int = 0) -> float:
         """Share of all drafts."""
@@ -47,8 +46,8 @@ class Hits:
 
     @property
     def independent(self) -> float:
-        """A token is drafted by up to B-1 blocks, which are right or wrong together: so many drafts count as one."""
-        return max(self.drafts, 1) / self.slots
+        """A token is drafted in every block before it, right or wrong together: `slots` drafts count as one."""
+        return self.drafts / max(self.slots, 1)
 
 
 def hits(
@@ -62,23 +61,24 @@ def hits(
     A block counts when all tokens from its anchor on, up to those that the shifts reach, are supervised. Slot 1 shifted
     by -1 is the anchor itself.
     """
-    size, reach = drafter.block_size, max(shifts)
-    right, first, blocks = torch.zeros(len(shifts), dtype=torch.int64), 0, 0
+    reach = max(shifts)
+    right, first, blocks, size = torch.zeros(len(shifts), dtype=torch.int64), 0, 0, 0
     for sample in samples:
-        ids, mask = sample.input_ids.long()[None], sample.loss_mask[None]
-        start = max(int(mask[0].argmax()), len(ids[0]) - size - reach - ANCHORS + 1)
-        said = torch.cat(
-            [x.argmax(-1).cpu() for x in draft_everywhere(drafter, head, sample, start)]
-        )
-        anchors = torch.arange(start, len(ids[0]))[None]
-        _, supervised = block_targets(ids, mask, torch.zeros_like(ids), anchors, size + reach)
-        whole = (mask[0, start:] > 0) & supervised[0, :, 1:].all(1)
-        said, at = said[whole], anchors[0, whole, None] + torch.arange(1, size)
-        right += torch.stack([(said == ids[0, at + s]).sum() for s in shifts])
-        first += int((said[:, :1] == ids[0, at[:, :1]]).sum())
-        blocks += int(whole.sum())
+        ids, mask = sample.input_ids.long(), sample.loss_mask > 0
+        start = max(int(mask.int().argmax()), len(ids) - drafter.block_size - reach - ANCHORS + 1)
+        logits = draft_everywhere(drafter, head, sample, start)
+        said = torch.cat([x.argmax(-1).cpu() for x in logits])  # [anchors, drafts]
+        size = said.shape[1]
+        if len(said) <= size + reach:
+            continue
+        whole = mask[start:].unfold(0, size + reach + 1, 1).all(1)
+        said = said[: len(whole)][whole]
+        at = start + whole.nonzero() + torch.arange(1, size + 1)
+        right += torch.stack([(said == ids[at + s]).sum() for s in shifts])
+        first += int((said[:, 0] == ids[at[:, 0]]).sum())
+        blocks += len(said)
     by_shift = dict(zip(shifts, right.tolist(), strict=True))
-    return Hits(by_shift, first, blocks, blocks * (size - 1), size - 1)
+    return Hits(by_shift, first, blocks, blocks * size, size)
 
 
 def clearly_better(theirs: float, ours: float, independent: float) -> bool:

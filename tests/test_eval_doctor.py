@@ -12,7 +12,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,25 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import eval.check_drafts
 import eval.main
 import extract.main
 from configs.load import UserError, load_config
 from configs.provenance import file_sha256
 from eval.gated_delta import GatedDelta
+from eval.selftest import short_test
 from extract.head import FILE, load_head
 from extract.shards import ShardReader
 from extract.target import load_target, record_taps
 from tests.conftest import CHATML, QUESTIONS, make_target, write_config, write_prompts
 from tests.test_eval_verify import FAMILIES
 from train.batches import collate
-from train.blocks import block_targets
 from train.build import build_drafter
 from train.layout import save_drafter
 from train.step import loss_of, prepare, run_drafter
 
-STEPS = 150
+pytestmark = pytest.mark.slow
+STEPS = 70
 TAPS = [1, 3, 4]
 # as Qwen3's: an empty thought in front of an answer without thinking
 TEMPLATE = CHATML.replace(
@@ -62,15 +64,8 @@ def train(config_file: Path, *, shift: int = 0) -> Path:
     )  # fmt: skip
     part = prepare(batch, config)
     if shift:
-        batch.input_ids, ids = batch.input_ids.roll(-shift, 1), batch.input_ids
-        part.targets, _ = block_targets(
-            batch.input_ids,
-            batch.loss_mask,
-            batch.document,
-            part.anchors,
-            config.drafter.block_size,
-        )
-        batch.input_ids = ids
+        rolled = replace(batch, input_ids=batch.input_ids.roll(-shift, 1))
+        part.targets = prepare(rolled, config).targets
     drafter = build_drafter(config, manifest)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     losses = []
@@ -102,7 +97,7 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(
         folder / "config.yaml", target,
         target={"enable_thinking": False},
-        train={"anchors": 64},
+        train={"anchors": 32},
         extract={"store_last_hidden": True},
         eval={
             "prompts": [str(write_prompts(folder / "asked" / "held.jsonl", QUESTIONS[:6]))],
@@ -148,8 +143,19 @@ class Report:
         return next(rest for found, _, rest in LINE.findall(self.text) if found == name)
 
 
+SELF_TESTS: list[Any] = []  # of the one target, asked once: it is most of what a doctor costs here
+
+
 @pytest.fixture
-def doctor(capsys: pytest.CaptureFixture[str]) -> Callable[..., Report]:
+def doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Report]:
+    def once(target: Any, config: Any) -> Any:
+        SELF_TESTS[:] = SELF_TESTS or short_test(target, config)
+        return SELF_TESTS
+
+    monkeypatch.setattr(eval.check_drafts, "short_test", once)
+
     def run(config: Path, *more: str) -> Report:
         capsys.readouterr()
         status = eval.main.main(["--config", str(config), "--doctor", *more])
@@ -350,6 +356,7 @@ def test_rejected_tokens_in_the_recurrent_state(trained, doctor, monkeypatch):
         clean(self, range(self.pending.keys.shape[1]))
 
     monkeypatch.setattr(GatedDelta, "commit", dirty)
+    monkeypatch.setattr(eval.check_drafts, "short_test", short_test)
     report = doctor(trained)
     assert report.status == 1 and report.suspects == ["recurrent"], report.text
     assert "rejected tokens stay in the target's recurrent state" in report.line("recurrent")

@@ -124,8 +124,7 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
     model.load_state_dict(state)
     model.origin = json.loads((folder / "config.json").read_text()).get("paceline", {})
     model = model.to(dtype)
-    # The frequencies stay float32 as in training and in engines: rounded to bfloat16 they turn a radian too far in some
-    # hundred tokens.
+    # The frequencies stay float32 as in training and in engines: rounded to bfloat16 they rotate otherwise.
     model.rotary = Qwen3RotaryEmbedding(model.config)
     return model
 

@@ -1,4 +1,4 @@
-"""What the doctor measures with: hits against a loop, what counts as clearly better, variants that leave the original alone."""
+"""What the doctor measures with: hits against a loop, what is clearly better, variants that leave the original alone."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_distance_is_the_median_tokens():
 
 
 def test_a_drafter_in_bfloat16_rotates_with_float32_frequencies(target, tmp_path):
-    """As training (float32 weights) and engines do: rounded to 8 bits, a frequency of 0.1 is a radian off at position 5,000."""
+    """As training and engines do: in bfloat16 a frequency of 0.1 would be up to a radian off at position 5,000."""
     drafter = tiny_drafter(target, BLOCK)
     drafter.shape = replace(drafter.shape, num_target_layers=6)
     save_drafter(drafter, drafter.state_dict(), tmp_path, torch.bfloat16)

@@ -22,8 +22,8 @@ ANCHORS = (
 )
 # A difference counts from this many standard errors on (a dozen comparisons: one in ten thousand runs by chance) ...
 ERRORS = 4.0
-# ... and as this share of the accuracy: a convention that costs less than a tenth of it explains no low tau.
-WORTH = 1.1
+# ... and as this share of the accuracy: a convention that costs less than a twentieth of it explains no low tau.
+WORTH = 1.05
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ import extract.main
 from configs.load import UserError, load_config
 from configs.provenance import file_sha256
 from eval.gated_delta import GatedDelta
+from eval.patient import TRAINING
 from eval.selftest import short_test
 from extract.head import FILE, load_head
 from extract.shards import ShardReader
@@ -309,32 +310,49 @@ def test_the_prompts_files_are_not_needed(case, doctor):
     assert report.suspects == ["prompts"] and "chat template: " in report.line("prompts")
 
 
-def test_somebody_elses_answers(case, doctor, tmp_path):
-    rows = [
-        {"id": f"q{i}", "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "I do not know."}]}
-        for i, q in enumerate(QUESTIONS)
-    ]  # fmt: skip
-    file = tmp_path / "given.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shutil.rmtree(all_states(case)[0])
-    given = ["--set", f"data.prompts=[{file}]", "--set", "data.regenerate=false"]
-    assert extract.main.main(["--config", str(case), *given]) is None
-    report = doctor(case, *given)
-    assert report.status == 1 and report.suspects[0] == "answers", report.text
-
-
 @pytest.mark.parametrize(
-    ("changes", "best"),
+    ("made", "verdict"),
     [
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True}, "no window"),
-        ({"is_causal": True}, "blocks in both directions"),
+        ({}, "SUSPECT"),
+        ({"source": "given", "greedy": False, "temperature": None}, "SUSPECT"),
+        (
+            {"greedy": False, "temperature": 1.0},
+            "ok",
+        ),  # the target's own, and seldom its first choice
     ],
-)  # fmt: skip
-def test_a_window_or_causal_blocks_that_training_had_not(case, doctor, changes, best):
-    edit(checkpoint(case) / "config.json", **changes)
+)
+def test_somebody_elses_answers(case, doctor, made, verdict):
+    states = all_states(case)[0]
+    target = load_target(load_config(case).target, dtype="float32")
+    random = torch.Generator().manual_seed(0)
+    rewrite(
+        states, "input_ids",
+        lambda _, ids: torch.cat([ids[:-15], torch.randint(5, 290, (15,), generator=random).int()]),
+    )  # fmt: skip
+    for k, name in enumerate(("hidden_states", "last_hidden")):
+        rewrite(
+            states, name, lambda ids, _, k=k: target.forward_taps(ids[None], TAPS)[k][0].clone()
+        )
+    answers = json.loads((states / "manifest.json").read_text())["answers"]
+    edit(states / "manifest.json", answers=answers | made)
+    report = doctor(case)
+    assert ("answers", verdict) in [found[:2] for found in LINE.findall(report.text)], report.text
+    assert [name for name in report.suspects if name != "overfit"] == (
+        ["answers"] if verdict == "SUSPECT" else []
+    )
+    assert (f"of the tokens of {TRAINING}" in report.line("answers")) == (verdict == "SUSPECT")
+
+
+def test_a_window_that_training_had_not(case, doctor):
+    window = {
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 4,
+        "use_sliding_window": True,
+    }
+    edit(checkpoint(case) / "config.json", **window)
     report = doctor(case)
     assert report.status == 1 and report.suspects[0] == "sliding", report.text
-    assert f"it was trained with {best}" in report.line("sliding")
+    assert "it was trained with no window" in report.line("sliding")
 
 
 def test_another_rope(case, doctor):
@@ -379,6 +397,10 @@ def test_a_window_that_is_lost(extracted, doctor, tmp_path):
     shutil.rmtree(run_dir(case) / "checkpoints", ignore_errors=True)
     file = train(case) / "config.json"
     assert doctor(case).status == 0
+    edit(file, is_causal=False)
+    report = doctor(case)
+    assert report.status == 1 and report.suspects[0] == "sliding", report.text
+    assert "it was trained with causal blocks" in report.line("sliding")
     edit(file, layer_types=["full_attention"] * 2, is_causal=False, sliding_window=None)
     report = doctor(case)
     assert report.status == 1 and report.suspects[0] == "sliding", report.text
@@ -402,7 +424,7 @@ def test_too_little_training_is_innocent(case, doctor):
         "".join(json.dumps({"step": i, "loss": 9 - i / 10}) + "\n" for i in range(1, 41))
     )
     assert (
-        "loss 5.800 -> 5.300 within the last quarter of 40 steps, still falling"
+        "loss 5.700 -> 5.200 within the last quarter of 40 steps, still falling"
         in doctor(case).text
     )
     log.write_text("".join(json.dumps({"step": i, "loss": 3.0}) + "\n" for i in range(1, 41)))

@@ -17,9 +17,8 @@ from extract.head import TargetHead
 from extract.shards import Sample
 from train.drafter import DFlashDrafter
 
-ANCHORS = (
-    64  # of a sample, the last ones: there the context is longest, which windows and rotations need
-)
+# Of a sample, the last ones: there the context is longest, and windows and rotations show.
+ANCHORS = 64
 # A difference counts from this many standard errors on (a dozen comparisons: one in ten thousand runs by chance) ...
 ERRORS = 4.0
 # ... and as this share of the accuracy: a convention that costs less than a twentieth of it explains no low tau.

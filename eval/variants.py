@@ -90,7 +90,7 @@ def clearly_better(theirs: float, ours: float, independent: float) -> bool:
 def variant(
     drafter: DFlashDrafter,
     *,
-    shape: dict[str, bool] | None = None,
+    shape: dict[str, Any] | None = None,
     rope: dict[str, Any] | None = None,
     **config: Any,
 ) -> DFlashDrafter:

@@ -27,12 +27,17 @@ def checkpoints(run_dir: Path, wanted: str) -> list[Path]:
 
 def held_out_sets(config: Config) -> dict[str, ShardReader]:
     """The states of every set in eval.prompts, by name. UserError when they are not what this evaluation needs."""
-    if not config.eval.prompts:
-        raise UserError("eval.prompts names no held-out set; add at least one")
-    sets = {name: ShardReader(folder) for name, folder in held_out_folders(config).items()}
+    sets = open_sets(config)
     for name, reader in sets.items():
         check_set(config, name, reader)
     return sets
+
+
+def open_sets(config: Config) -> dict[str, ShardReader]:
+    """The same, whatever they are. UserError when there are none."""
+    if not config.eval.prompts:
+        raise UserError("eval.prompts names no held-out set; add at least one")
+    return {name: ShardReader(folder) for name, folder in held_out_folders(config).items()}
 
 
 def check_set(config: Config, name: str, reader: ShardReader) -> None:

@@ -4,6 +4,7 @@
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live
     python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode served --server http://HOST:PORT
     python eval/main.py --config configs/smollm2-demo.yaml --trace 3
+    python eval/main.py --config configs/smollm2-demo.yaml --doctor
     python eval/main.py --config configs/smollm2-demo.yaml --self-test
     python eval/main.py compare runs/a runs/b
 
@@ -14,7 +15,8 @@ drafter, decode the prompts of `live`, and reads acceptance from the engine's ow
 apply to live and served.
 
 `--trace N` measures nothing: it decodes N held-out prompts, chain and largest tree, and writes evals/STEP/trace.html,
-where the rounds can be looked at one by one. `--self-test` proves on the target itself, in the precision of eval.dtype,
+where the rounds can be looked at one by one. `--doctor` measures the causes of a low tau that look alike and names the
+one that it finds (eval/doctor.py). `--self-test` proves on the target itself, in the precision of eval.dtype,
 that drafts leave no trace; live decoding starts with a short form of it. `compare` says from their results whether one
 drafter is better than another.
 """
@@ -31,7 +33,7 @@ from typing import Any
 from configs.load import UserError, add_arguments, config_from_args, main_guard
 from configs.provenance import FolderLock, LockHeldError, atomic_write_text, provenance
 from configs.schema import Config, EvalConfig
-from eval import compare
+from eval import compare, doctor
 from eval.best import choose_best
 from eval.card import add_to_card
 from eval.decode import Decoded
@@ -49,7 +51,7 @@ from eval.metrics import MODES
 from eval.replay import replay_sets
 from eval.report import terminal_table, write_report
 from eval.results import invalid_rows, latest_results, read_results
-from eval.selftest import describe, self_test, test_prompt
+from eval.selftest import describe, self_test, short_test, test_prompt
 from eval.served import served_sets
 from eval.trace import choose, page, trace
 from eval.track import log_results
@@ -78,8 +80,12 @@ def main(argv: list[str] | None = None) -> int | None:
         raise UserError("--trace N decodes N prompts here, without a server; N is at least 1")
     if args.server and args.checkpoint == "all":
         raise UserError("a server has one drafter; give --checkpoint the one it was started with")
+    if args.doctor and (args.server or args.trace or args.checkpoint == "all"):
+        raise UserError("--doctor looks at one checkpoint, without --server, --trace or all")
     run_dir = Path(config.run_dir)
     folders = checkpoints(run_dir, args.checkpoint)
+    if args.doctor:
+        return doctor.run(config, folders[0])
     sets = held_out_sets(config)
     if args.trace is not None:
         write_traces(config, folders, sets, args.trace)
@@ -196,6 +202,11 @@ def parser() -> argparse.ArgumentParser:
         help="decode N prompts, chain and largest tree, and show every round in trace.html",
     )
     out.add_argument(
+        "--doctor",
+        action="store_true",
+        help="tau is low: measure the causes that look alike, and name the bug or the innocent reason",
+    )
+    out.add_argument(
         "--self-test",
         action="store_true",
         help="no checkpoint: check that decoding on this target is lossless",
@@ -294,10 +305,7 @@ def run_self_test(config: Config) -> int:
 
 def require_lossless(target: Target, config: Config) -> None:
     """UserError when a short self-test fails."""
-    checks = self_test(
-        target, test_prompt(target, config), nodes=16, rounds=5, depth=6, new_tokens=12
-    )
-    if failed := [str(check) for check in checks if not check.passed]:
+    if failed := [str(check) for check in short_test(target, config) if not check.passed]:
         raise UserError(
             f"decoding on {target.label} in {config.eval.dtype} is not lossless ({'; '.join(failed)}); "
             "`eval/main.py --self-test` shows all checks, please report it"

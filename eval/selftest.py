@@ -107,6 +107,12 @@ def self_test(
     return [rounding, *checks]
 
 
+def short_test(target: Target, config: Config) -> list[Check]:
+    """What live decoding starts with."""
+    prompt = test_prompt(target, config)
+    return self_test(target, prompt, nodes=16, rounds=5, depth=6, new_tokens=12)
+
+
 def _nodes(
     check: Check,
     verifier: Verifier,

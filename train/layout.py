@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from train.drafter import DFlashDrafter, DraftShape
 from train.released import read_released
@@ -135,7 +136,10 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
         raise ValueError(f"{folder}/{WEIGHTS} has all-zero matrices: {zero[:3]}")
     model.load_state_dict(state)
     model.origin = json.loads((folder / "config.json").read_text()).get("paceline", {})
-    return model.to(dtype)
+    model = model.to(dtype)
+    # The frequencies stay float32 as in training and in engines: rounded to bfloat16 they rotate otherwise.
+    model.rotary = Qwen3RotaryEmbedding(model.config)
+    return model
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def innocent(case: Case) -> str:
     except NotCheckable as reason:
         return f"nothing is suspect, and tau is not known: {reason}"
     rounds = [n for s in answers for n in replay(case.drafter, case.head, s, [])[None].committed]
-    tau, size = sum(rounds) / max(len(rounds), 1), case.drafter.block_size
+    tau, size = sum(rounds) / max(len(rounds), 1), 1 + case.drafter.shape.drafts
     # fewer than half of the drafts accepted
     weak = "the drafter is weak: " if tau < (1 + size) / 2 else ""
     measured = f"tau {tau:.2f} of at most {size} on {len(answers)} held-out answers"

@@ -63,11 +63,11 @@ def train(config_file: Path, *, shift: int = 0) -> Path:
         [[(i, reader[i])] for i in range(len(reader))], [0] * len(reader), max_length=max(reader.lengths),
         feature_size=len(TAPS) * manifest.hidden_size, feature_dtype=torch.float32, hidden_size=None, seed=0,
     )  # fmt: skip
-    part = prepare(batch, config)
+    drafter = build_drafter(config, manifest)
+    part = prepare(batch, config, drafter.shape)
     if shift:
         rolled = replace(batch, input_ids=batch.input_ids.roll(-shift, 1))
-        part.targets = prepare(rolled, config).targets
-    drafter = build_drafter(config, manifest)
+        part.targets = prepare(rolled, config, drafter.shape).targets
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):
@@ -329,10 +329,12 @@ def test_somebody_elses_answers(case, doctor, made, verdict):
         states, "input_ids",
         lambda _, ids: torch.cat([ids[:-15], torch.randint(5, 290, (15,), generator=random).int()]),
     )  # fmt: skip
-    for k, name in enumerate(("hidden_states", "last_hidden")):
-        rewrite(
-            states, name, lambda ids, _, k=k: target.forward_taps(ids[None], TAPS)[k][0].clone()
-        )
+    rewrite(
+        states, "hidden_states", lambda ids, _: target.forward_taps(ids[None], TAPS)[0][0].clone()
+    )
+    rewrite(
+        states, "last_hidden", lambda ids, _: target.forward_taps(ids[None], TAPS)[1][0].clone()
+    )
     answers = json.loads((states / "manifest.json").read_text())["answers"]
     edit(states / "manifest.json", answers=answers | made)
     report = doctor(case)

@@ -166,8 +166,8 @@ def measure(config: Config, target: Target, spec: TargetSpec, demand: Demand) ->
 def decoding_rate(first: float, first_tokens: int, more: float, more_tokens: int) -> float:
     """Tokens a second of the steps by which a run of `more` seconds is longer than one of `first`, prompts in both.
 
-    Other work on the machine can make the short run as slow as the long one. Then the prompts' time is counted too: a rate
-    too low is an upper bound of the price, and a difference of two clocks that is noise is a rate of millions.
+    Other work on the machine can make the short run as slow as the long one. Then the prompts' time is counted too: a
+    rate too low is an upper bound of the price, and a difference of two clocks that is noise is a rate of millions.
     """
     steps = more - first
     if steps < 0.02 * more or more_tokens <= first_tokens:

@@ -105,7 +105,7 @@ def build_tree(
     >>> logits = torch.tensor([[0.35, 0.05, 0.6, 0.0], [0.1, 0.5, 0.2, 0.2]]).log()
     >>> tree = build_tree(logits, root_token=3, budget=3)
     >>> tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
-    ([3, 2, 0, 2], [-1, 0, 0, 1], [0, 1, 1, 2])
+    ([3, 2, 0, 1], [-1, 0, 0, 1], [0, 1, 1, 2])
     >>> tree.ancestor_mask().int().tolist()                      # [n, n], what each node may attend to
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     >>> tree.walk(torch.tensor([2, 1, 0, 0]))                    # the target says 2 after the root, then 1

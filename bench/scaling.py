@@ -66,8 +66,9 @@ class Target:
     cached_layers: int  # that keep keys and values
 
 
+SMALL = "SmolLM2-135M"  # the demo's, to hold the arithmetic against what was measured
 TARGETS = {
-    "SmolLM2-135M": Target(135e6, 106e6, 30, 576, 49_152, 576, 192, 1536, 30),
+    SMALL: Target(135e6, 106e6, 30, 576, 49_152, 576, 192, 1536, 30),
     "Qwen3-8B": Target(8.2e9, 8.2e9, 36, 4096, 151_936, 4096, 1024, 12_288, 36),
     "Qwen3.6-27B": Target(27e9, 27e9, 64, 5120, 248_320, 6144, 1024, 17_408, 16),
     "235B MoE, 22B active": Target(235e9, 22e9, 94, 4096, 151_936, 8192, 512, 12_288, 94),
@@ -221,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
             f"--set knows no {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
         )
     inputs = replace(Inputs(), **{name: float(value) for name, value in changes.items()})
-    for name in args.target or TARGETS:
+    for name in args.target or [name for name in TARGETS if name != SMALL]:
         print("\n".join(report(name, TARGETS[name], inputs, args.gpus)))
     return 0
 

@@ -1,7 +1,7 @@
 """The experiment file, typed: one YAML, one section per room.
 
-Every model here is frozen and refuses unknown keys. A field's description is its documentation: `--print-config`
-prints the resolved values, docs/configuration.md is generated from the descriptions. No torch in this room.
+Every model here is frozen and refuses unknown keys. A field's description is its documentation; `--print-config` prints
+the resolved values. No torch in this room.
 """
 
 from __future__ import annotations

@@ -56,18 +56,7 @@ class Pair:
 
 
 def main(argv: Sequence[str]) -> int | None:
-    parser = argparse.ArgumentParser(
-        prog="eval/main.py compare",
-        description="Compare the acceptance lengths of two drafters prompt by prompt.",
-        epilog="A and B are each a results.json, a folder that holds one (evals/step-000200, evals/step-000200/live), "
-        "a checkpoint (its replay results) or a run folder (the replay results of its last evaluated checkpoint).",
-    )
-    parser.add_argument("a", metavar="A", type=Path)
-    parser.add_argument("b", metavar="B", type=Path)
-    parser.add_argument(
-        "--output", metavar="FOLDER", type=Path, help="write compare.md and compare.json there too"
-    )
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     a, b = find_results(args.a), find_results(args.b)
     pairs = compare(a, b)
     heading = f"{target_name(a)}, {a['mode']}"
@@ -93,6 +82,22 @@ def main(argv: Sequence[str]) -> int | None:
         atomic_write_json(args.output / "compare.json", record)
         print(f"written: {args.output / 'compare.md'}")
     return 1 if any(pair.verdict == INVALID for pair in pairs) else None
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="eval/main.py compare",
+        description="Compare the acceptance lengths of two drafters prompt by prompt. A and B are each a results.json, a "
+        "folder that holds one (evals/step-000200, evals/step-000200/live), a checkpoint (its replay results) or a run "
+        "folder (the replay results of its last evaluated checkpoint).",
+        epilog="example: python eval/main.py compare runs/a runs/b",
+    )
+    out.add_argument("a", metavar="A", type=Path, help="what is compared with")
+    out.add_argument("b", metavar="B", type=Path, help="what is compared; + means that B is longer")
+    out.add_argument(
+        "--output", metavar="FOLDER", type=Path, help="write compare.md and compare.json there too"
+    )
+    return out
 
 
 def find_results(path: Path) -> Json:

@@ -178,17 +178,24 @@ def evaluate(
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
-        description="Measure the acceptance length of checkpoints.",
-        epilog="example: python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live. "
-        "`python eval/main.py compare A B` compares two checkpoints or runs; `compare --help` says more.",
+        prog="eval/main.py",
+        description="Measure the acceptance length of checkpoints. `compare A B`, with a --help of its own, says "
+        "whether one is better than the other.",
+        epilog="example: python eval/main.py --config configs/smollm2-demo.yaml --checkpoint latest --mode live",
     )
     add_arguments(out)
     out.add_argument(
         "--checkpoint",
         default="latest",
-        help="latest, best, all, a step folder's name, or a folder",
+        metavar="WHICH",
+        help="latest (unless said), best, all, a step folder's name, or a folder",
     )
-    out.add_argument("--mode", choices=tuple(MODES), default="replay")
+    out.add_argument(
+        "--mode",
+        choices=tuple(MODES),
+        default="replay",
+        help="from stored states, with the target, or of a running server; unset: replay",
+    )
     out.add_argument(
         "--server", metavar="URL", help="of a running vLLM or SGLang, for --mode served"
     )

@@ -1,6 +1,7 @@
 """The figures of a report: what there is to draw, and the drawing."""
 
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.transforms import offset_copy
 from eval.metrics import MIN_ROUNDS, PHASES, Json
 from eval.results import (
     by_data_set,
+    data_of,
     kind_of,
     nodes_of,
     phase_times,
@@ -93,8 +95,9 @@ def plot_tau_vs_step(runs: Sequence[Json]) -> Figure:
     last = [row for rows in by_data_set(timeline[-1]).values() for row in rows]
     kinds = {r["decoder"]: kind_of(r) for r in sorted(last, key=nodes_of)}
     kinds.pop("autoregressive", None)
+    steps = f"steps {min(by_step)} to {max(by_step)}"
     figure, axes = _figure(
-        timeline[-1], "Acceptance length over training", BANDS, max(1, len(kinds))
+        timeline[-1], "Acceptance length over training", BANDS, max(1, len(kinds)), steps
     )
     for ax, kind in zip(axes, sorted(kinds.values(), reverse=True), strict=False):
         for index, name in enumerate(by_data_set(timeline[-1])):
@@ -110,7 +113,7 @@ def plot_tau_vs_step(runs: Sequence[Json]) -> Figure:
 
 def plot_acceptance_by_position(results: Json) -> Figure:
     """How often the chain's first, second, ... drafted token was accepted."""
-    note = "a draft counts only after all before it; white markers: too few rounds or prompts"
+    note = "a draft counts only after all before it; no interval; white markers: too few rounds or prompts"
     figure, (ax,) = _figure(results, "Acceptance by position, DFlash chain", note)
     for index, (name, rows) in enumerate(by_data_set(results).items()):
         for row in (r for r in rows if r["decoder"] == "dflash"):
@@ -125,7 +128,7 @@ def plot_acceptance_by_position(results: Json) -> Figure:
 
 def plot_time_per_phase(results: Json) -> Figure:
     """What a round of each decoder costs, from drafting to committing, as stacked bars."""
-    note = "mean over the rounds of all data sets, after warm-up, without the prefill"
+    note = "mean over the rounds of all data sets, after warm-up, without the prefill; no interval"
     figure, (ax,) = _figure(results, "Time per round", note)
     times = phase_times(results)
     names = [t.decoder + ("" if t.rounds >= MIN_ROUNDS else ", few rounds") for t in times]
@@ -177,10 +180,15 @@ def _line(ax: Axes, points: Sequence[tuple[int, Json]], index: int, **look: Any)
     ax.plot(*zip(*hollow, strict=True), **style) if hollow else None
 
 
-def _figure(results: Json, title: str, note: str, panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
+def _figure(
+    results: Json, title: str, note: str, panels: int = 1, steps: str | None = None
+) -> tuple[Figure, Sequence[Axes]]:
+    """Every figure says what was measured: target, checkpoint, mode and decoding above, interval and data below."""
     figure = Figure(figsize=(3.5 + 4.5 * panels, 5), dpi=150, layout="constrained")
-    figure.suptitle(f"{title}\n{_literal(subject(results), 80)}", fontsize=12)
-    figure.supxlabel(note, fontsize=8, color="0.35")
+    figure.suptitle(f"{title}\n{_literal(subject(results, steps), 80)}", fontsize=12)
+    data = textwrap.wrap(data_of(results), 100, max_lines=3, placeholder=" ...")
+    text = "\n".join([note, *(_literal(line, 100) for line in data)])
+    figure.supxlabel(text, fontsize=8, color="0.35")
     axes: Sequence[Axes] = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     for ax in axes:
         ax.grid(alpha=0.3)

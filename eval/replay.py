@@ -73,7 +73,28 @@ def replay(
     *,
     keep_chain: bool = False,
 ) -> dict[int | None, Replayed]:
-    """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end)."""
+    """Rounds of the chain (key None) and of every tree budget on one greedy answer (one supervised run at the end).
+
+    sample.hidden_states [T, F] are the target's at the drafter's taps; the answer's m tokens stand at the end. In every
+    round `committed` counts the bonus token and `accepted` does not: tau is the mean of committed. Here a random drafter
+    with blocks of 4 on a random answer of 6 tokens after a prompt of 3, for a target of width 16 that is tapped twice:
+
+    >>> from transformers import Qwen3Config
+    >>> from train.drafter import DraftShape
+    >>> config = Qwen3Config(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      num_key_value_heads=1, head_dim=8, vocab_size=20)
+    >>> shape = DraftShape(block_size=4, mask_token_id=19, target_layer_ids=(1, 3), num_target_layers=6)
+    >>> drafter, table = DFlashDrafter(config, shape), torch.randn(20, 16)
+    >>> mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1], dtype=torch.uint8)
+    >>> sample = Sample("q1", torch.arange(9, dtype=torch.int32), mask, torch.randn(9, 2 * 16), None)
+    >>> rounds = replay(drafter, TargetHead(table, table), sample, budgets=[16, 20 + 20**2 + 20**3])
+    >>> list(rounds)                                 # the chain, and trees by size
+    [None, 16, 8420]
+    >>> 1 + sum(rounds[None].committed)              # all 6 tokens: the first one is the prefill's, of no round
+    6
+    >>> rounds[8420].accepted                        # a tree of all continuations: 3 drafts and a bonus; what is left
+    [3, 1]
+    """
     first = sample.prompt_tokens
     continuation = _continuations(sample.input_ids[first:].long(), drafter.shape.drafts)
     accepted: list[Tensor] = []  # [m, 1 + budgets] of each slice

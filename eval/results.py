@@ -196,10 +196,17 @@ def decoder_name(row: Json) -> str:
     return kind_of(row) + (f" T={row['temperature']:g}" if row["temperature"] > 0 else "")
 
 
-def subject(results: Json) -> str:
-    """Target, checkpoint, mode and decoding, in one line."""
-    parts = target_name(results), step_name(results), results["mode"], decoding(results)
+def subject(results: Json, steps: str | None = None) -> str:
+    """Target, checkpoint (or what `steps` says of several), mode and decoding, in one line."""
+    parts = target_name(results), steps or step_name(results), results["mode"], decoding(results)
     return " | ".join(parts)
+
+
+def data_of(results: Json) -> str:
+    """Which held-out prompts, how many of each set, and how long their answers may be."""
+    sets = ", ".join(f"{n} {max(r['prompts'] for r in g)}" for n, g in by_data_set(results).items())
+    limit = results.get("max_new_tokens")
+    return f"prompts: {sets}" + (f"; answers of up to {limit} tokens" if limit else "")
 
 
 def decoding(results: Json) -> str:

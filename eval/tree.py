@@ -98,6 +98,18 @@ def build_tree(
     top_k: keep only ranks 0..top_k - 1 of each slot (weights are not renormalised).
     keep_chain: the argmax of every slot is in the tree; the budget must be at least D.
     Fewer nodes come back where fewer prefixes exist. The tensors are on logits' device.
+    Raises ValueError for arguments that are none of these, and names a slot whose logits are NaN.
+
+    Two slots over a vocabulary of four, root token 3, the three heaviest prefixes (2), (0), (2, 1):
+
+    >>> logits = torch.tensor([[0.35, 0.05, 0.6, 0.0], [0.1, 0.5, 0.2, 0.2]]).log()
+    >>> tree = build_tree(logits, root_token=3, budget=3)
+    >>> tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
+    ([3, 2, 0, 1], [-1, 0, 0, 1], [0, 1, 1, 2])
+    >>> tree.ancestor_mask().int().tolist()                      # [n, n], what each node may attend to
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    >>> tree.walk(torch.tensor([2, 1, 0, 0]))                    # the target says 2 after the root, then 1
+    [0, 1, 3]
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must be [D, V], not {list(logits.shape)}")

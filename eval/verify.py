@@ -35,7 +35,26 @@ CHUNK = 512
 
 
 class Verifier:
-    """The target's past and the transaction on it. One sequence; `taps` as in extraction."""
+    """The target's past and the transaction on it. One sequence; `taps` as in extraction.
+
+    UserError for a target that cannot be verified losslessly. Here a random one, width 16, vocabulary 50:
+
+    >>> from transformers import AutoModelForCausalLM, Qwen3Config
+    >>> config = Qwen3Config(hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+    ...                      num_key_value_heads=1, head_dim=8, vocab_size=50)
+    >>> target = Target(AutoModelForCausalLM.from_config(config), tokenizer=None, label="toy")
+    >>> verifier = Verifier(target, taps=(1, 3))
+    >>> logits, features = verifier.prefill([5, 6, 7])                 # [V], [T, F]
+    >>> logits.shape, features.shape, verifier.past
+    (torch.Size([50]), torch.Size([3, 32]), 3)
+    >>> tree = chain_tree(torch.tensor([8, 9]), root_token=int(logits.argmax()))
+    >>> logits, features = verifier.verify(tree)                       # [n, V], [n, F]: root and two drafts
+    >>> logits.shape, features.shape, verifier.past                    # the past is what it was
+    (torch.Size([3, 50]), torch.Size([3, 32]), 3)
+    >>> verifier.commit([0, 1])                                        # the root and the first draft become the past
+    >>> verifier.past
+    5
+    """
 
     def __init__(self, target: Target, taps: Sequence[int]) -> None:
         self.target, self.taps = target, tuple(taps)

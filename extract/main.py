@@ -45,37 +45,7 @@ from extract.window import released_in
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
-    parser = argparse.ArgumentParser(
-        description="Answer the prompts with the target and store its hidden states.",
-        epilog="example: python extract/main.py --config configs/smollm2-demo.yaml --dry-run\n\n"
-        "eval.prompts takes files, hub data sets and these benchmarks (docs/benchmarks.md):\n"
-        + table(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="the price: tokens, hours (from a short run on this machine) and bytes; leave nothing behind",
-    )
-    mode.add_argument(
-        "--describe",
-        action="store_true",
-        help="what is there, finished or not: lengths, stops, duplicates, loops, and whether the target would say it",
-    )
-    mode.add_argument("--verify", action="store_true", help="read everything again and check it")
-    mode.add_argument(
-        "--vllm-command",
-        action="store_true",
-        help="print how to start vLLM for extract.backend=vllm",
-    )
-    parser.add_argument(
-        "--server",
-        metavar="URL",
-        help="let an OpenAI-compatible server answer the prompts; with extract.backend=vllm it gives the states too",
-    )
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     config = config_from_args(args)
     run_dir = Path(config.run_dir)
     if args.verify:
@@ -153,6 +123,41 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if rank == 0:
         print(f"next: {following}")
     return None
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="extract/main.py",
+        description="Answer the prompts with the target and store its hidden states.",
+        epilog="example: python extract/main.py --config configs/smollm2-demo.yaml --dry-run\n\n"
+        "eval.prompts takes files, hub data sets and these benchmarks (docs/benchmarks.md):\n"
+        + table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(out)
+    mode = out.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="the price: tokens, hours (from a short run on this machine) and bytes; leave nothing behind",
+    )
+    mode.add_argument(
+        "--describe",
+        action="store_true",
+        help="what is there, finished or not: lengths, stops, duplicates, loops, and whether the target would say it",
+    )
+    mode.add_argument("--verify", action="store_true", help="read everything again and check it")
+    mode.add_argument(
+        "--vllm-command",
+        action="store_true",
+        help="print how to start vLLM for extract.backend=vllm",
+    )
+    out.add_argument(
+        "--server",
+        metavar="URL",
+        help="let an OpenAI-compatible server answer the prompts; with extract.backend=vllm it gives the states too",
+    )
+    return out
 
 
 def extract_here(

@@ -306,6 +306,16 @@ class ShardReader:
 
     Opening reads headers, offsets and masks; a sample is read as one byte range per tensor. At most
     MAX_OPEN_SHARDS files are mapped at a time. Survives a fork and can be pickled, for workers.
+
+    `states` is a run's states/ or eval-sets/NAME/states/; here two taps of a target of width 8:
+
+    >>> reader = ShardReader(states)
+    >>> reader.manifest.target_layer_ids, reader.manifest.hidden_size, reader.lengths
+    ((1, 8), 8, [3, 7, 1, 5, 12, 2, 4])
+    >>> sample = reader[1]                       # T = 7 tokens, the last 4 of them the target's answer
+    >>> sample.input_ids.shape, sample.loss_mask.tolist(), sample.hidden_states.shape   # [T], [T], [T, taps*hidden]
+    (torch.Size([7]), [0, 0, 0, 1, 1, 1, 1], torch.Size([7, 16]))
+    >>> first_tap, second_tap = sample.hidden_states.view(7, 2, 8).unbind(1)            # in the manifest's order
     """
 
     def __init__(self, folder: Path, *, verify_checksums: bool = False) -> None:
@@ -347,6 +357,7 @@ class ShardReader:
         return self.read(i, borrow=True)
 
     def read(self, i: int, *, borrow: bool = False) -> Sample:
+        """Sample i, counted from the end where negative. IndexError beyond; UserError for NaN and Inf in its states."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         i %= len(self)

@@ -19,6 +19,25 @@ from launch.pipeline import STAGES, common_arguments, run_stages, script
 from launch.slurm import submit
 from launch.watch import Watcher, environment_for, exit_on_sigterm
 
+EXAMPLE = "example: python launch/main.py "
+VERBS = (
+    (
+        "run",
+        "extract, train and evaluate on this machine",
+        "run --config configs/qwen3-8b.yaml --accelerate-config configs/accelerate/gpu8-zero1.yaml",
+    ),
+    (
+        "watch",
+        "evaluate checkpoints as they appear, newest first",
+        "watch --config configs/qwen3-8b.yaml --gpu 7",
+    ),
+    (
+        "submit",
+        "extract, train and evaluate through Slurm",
+        "submit --config configs/qwen3-8b.yaml --accelerate-config configs/accelerate/gpu8-zero1.yaml --dry-run",
+    ),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     args = parser().parse_args(argv)
@@ -36,13 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
+        prog="launch/main.py",
         description="Turn one YAML into a finished run.",
         epilog="example: python launch/main.py run --config configs/smollm2-demo.yaml",
     )
     verbs = out.add_subparsers(dest="verb", required=True)
-    run = verbs.add_parser("run", help="extract, train and evaluate on this machine")
-    watch = verbs.add_parser("watch", help="evaluate checkpoints as they appear, newest first")
-    submit = verbs.add_parser("submit", help="extract, train and evaluate through Slurm")
+    run, watch, submit = (
+        verbs.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EXAMPLE + example
+        )
+        for name, text, example in VERBS
+    )
     for verb in (run, watch, submit):
         add_arguments(verb)
     for verb in (run, submit):
@@ -50,9 +73,14 @@ def parser() -> argparse.ArgumentParser:
             "--accelerate-config", metavar="FILE", help="how train is launched; unset: plainly"
         )
         verb.add_argument("--dry-run", action="store_true", help="print what would be done")
-        verb.add_argument("--from", dest="first", choices=STAGES, default=STAGES[0])
-        verb.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])
-    watch.add_argument("--mode", choices=("replay", "live"), default="replay")
+        for option, dest, stage, text in (
+            ("--from", "first", STAGES[0], "the first stage"),
+            ("--until", "last", STAGES[-1], "the last stage"),
+        ):
+            verb.add_argument(
+                option, dest=dest, choices=STAGES, default=stage, help=f"{text}; unset: {stage}"
+            )
+    watch.add_argument("--mode", choices=("replay", "live"), default="replay", help="unset: replay")
     watch.add_argument(
         "--once", action="store_true", help="evaluate what is there and do not wait for more"
     )

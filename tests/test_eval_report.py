@@ -505,6 +505,22 @@ def test_time_plot_stacks_the_phases_of_each_decoder() -> None:
     assert "## Time" not in markdown(RESULTS | {"rows": untimed}, [])
 
 
+def test_every_plot_says_target_decoding_interval_and_data() -> None:
+    runs = [make_results(step) for step in (100, 300)]
+    target = str(runs[1]["target"]["path"]).rpartition("/")[2]
+    for figure, steps, spread in (
+        (plot_tau_vs_budget(runs[1]), "step 300", "95 % bootstrap"),
+        (plot_tau_vs_step(runs), "steps 100 to 300", "95 % bootstrap"),
+        (plot_acceptance_by_position(runs[1]), "step 300", "no interval"),
+        (plot_time_per_phase(runs[1]), "step 300", "no interval"),
+    ):
+        assert f"{target} | {steps} | live | greedy" in figure.get_suptitle()
+        below = " ".join(figure.get_supxlabel().split())
+        assert spread in below and "prompts: " in below
+        for row in runs[1]["rows"]:
+            assert f"{row['dataset']} {row['prompts']}" in below
+
+
 def test_no_text_of_a_plot_is_cut_off() -> None:
     """Eleven data sets, long names, and a name that would be a formula and hidden in the legend."""
     names = [f"benchmark-number-{i}" for i in range(9)] + ["_$x^$", "a" * 80]

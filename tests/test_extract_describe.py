@@ -18,7 +18,7 @@ from configs.load import UserError
 from configs.schema import TargetConfig
 from extract.main import main
 from extract.manifest import read_manifest
-from extract.price import amount, bytes_per_token
+from extract.price import amount, bytes_per_token, decoding_rate
 from extract.prompts import Renderer
 from extract.regenerate import answers_so_far, decode_batch
 from extract.shards import ShardReader
@@ -336,3 +336,11 @@ def test_the_price_of_own_answers_is_an_upper_bound(
     assert f"dropped:  {sum(n > limit for n in lengths)} chats" in out and lengths[-1] > limit
     with pytest.raises(UserError, match=r"chats of data\.prompts are dropped"):
         price(own, capsys, "--set", "data.max_prompt_tokens=1")
+
+
+def test_a_busy_machine_makes_no_rate_of_millions():
+    """240 prompts, 8 more tokens each in 4 s; then the short run, prompts alone, is as slow as the long one."""
+    assert decoding_rate(2.0, 240, 6.0, 2160) == 480
+    for first in (6.0, 5.99, 7.5):
+        assert decoding_rate(first, 240, 6.0, 2160) == 360
+    assert decoding_rate(1.0, 240, 2.0, 240) == 120  # all answers end with their first token

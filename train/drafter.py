@@ -139,7 +139,24 @@ class DraftLayer(nn.Module):
 
 
 class DFlashDrafter(nn.Module):
-    """See the module's head. `config` is a Qwen3Config, `shape` what DFlash adds to it."""
+    """See the module's head. `config` is a Qwen3Config, `shape` what DFlash adds to it.
+
+    One block of B = 4 after a text of L = 10 tokens, for a target of width 16 that is tapped twice (`drafter_config`
+    makes the config from a target's):
+
+    >>> config = Qwen3Config(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      num_key_value_heads=1, head_dim=8, vocab_size=50)
+    >>> shape = DraftShape(block_size=4, mask_token_id=49, target_layer_ids=(1, 3), num_target_layers=6)
+    >>> drafter = DFlashDrafter(config, shape)
+    >>> features = torch.randn(1, 10, 2 * 16)                           # [R, L, F], the target's states
+    >>> context = drafter.context(features, torch.arange(10)[None])     # keys and values, layer by layer
+    >>> [(k.shape, v.shape) for k, v in context]                        # each [R, kv_heads, L, head_dim]
+    [(torch.Size([1, 1, 10, 8]), torch.Size([1, 1, 10, 8]))]
+    >>> embeddings = torch.randn(1, 4, 16)        # [R, S, H], by the target's table: token 10, then three mask tokens
+    >>> hidden = drafter.slots(embeddings, torch.arange(10, 14)[None], context, {FULL: None})
+    >>> hidden.shape                              # [R, S, H]; the target's head makes logits of slots 1..3
+    torch.Size([1, 4, 16])
+    """
 
     def __init__(self, config: Qwen3Config, shape: DraftShape) -> None:
         super().__init__()

@@ -33,24 +33,7 @@ LEFT_OUT = ("resume/*", DONE, ".*")
 
 
 def main(argv: Sequence[str]) -> int | None:
-    parser = argparse.ArgumentParser(
-        prog="train/main.py", description="A checkpoint for others.", epilog=(__doc__ or "").split("\n\n")[1],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True)
-    export = commands.add_parser("export", help="write a checkpoint in another layout")
-    export.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
-    export.add_argument("--to", choices=sorted(WRITERS), required=True)
-    export.add_argument(
-        "--target", help="folder or hub id that the export names; unset: of the run's config.yaml"
-    )
-    export.add_argument("out", type=Path, metavar="OUT")
-    push = commands.add_parser("push", help="upload a checkpoint or an export to the hub")
-    push.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
-    push.add_argument("--repo", required=True, metavar="ORG/NAME")
-    push.add_argument("--private", action="store_true")
-    push.add_argument("--dry-run", action="store_true", help="list the files and upload nothing")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     if not args.checkpoint.is_dir():
         raise UserError(f"there is no folder {args.checkpoint}; give a checkpoint folder")
     if args.command == "push":
@@ -59,6 +42,42 @@ def main(argv: Sequence[str]) -> int | None:
     write(args.checkpoint, args.to, args.out, args.target)
     print(f"{args.checkpoint} in the layout of {args.to}: {args.out}")
     return None
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="train/main.py", description="A checkpoint for others.", epilog=(__doc__ or "").split("\n\n")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = out.add_subparsers(dest="command", required=True)
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint in another layout",
+        epilog="example: python train/main.py export --checkpoint runs/mine/checkpoints/step-000330 --to speculators OUT",
+    )
+    export.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder"
+    )
+    export.add_argument(
+        "--to", choices=sorted(WRITERS), required=True, help="the layout, docs/interop.md"
+    )
+    export.add_argument(
+        "--target", help="folder or hub id that the export names; unset: of the run's config.yaml"
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    push = commands.add_parser(
+        "push",
+        help="upload a checkpoint or an export to the hub",
+        epilog="example: python train/main.py push --checkpoint runs/mine/checkpoints/step-000330 --repo ORG/NAME "
+        "--dry-run. Uploading takes HF_TOKEN.",
+    )
+    push.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint or an export"
+    )
+    push.add_argument("--repo", required=True, metavar="ORG/NAME", help="on the Hugging Face hub")
+    push.add_argument("--private", action="store_true", help="make the repository private")
+    push.add_argument("--dry-run", action="store_true", help="list the files and upload nothing")
+    return out
 
 
 def write(checkpoint: Path, layout: str, out: Path, target: str | None = None) -> None:

@@ -62,15 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["export"], ["push"]):
         return export.main(argv)
-    parser = argparse.ArgumentParser(
-        description="Train a DFlash drafter on extracted states.",
-        epilog="example: accelerate launch train/main.py --config configs/smollm2-demo.yaml",
-    )
-    add_arguments(parser)
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the latest complete checkpoint"
-    )
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     config = config_from_args(args)
     run_dir = Path(config.run_dir)
 
@@ -90,6 +82,20 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     with FolderLock(run_dir, "train"):
         open_run_dir(config, stage="train", resume=True)
         return train(config, run_dir, reader, accelerator, latest, args.config)
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="train/main.py",
+        description="Train a DFlash drafter on extracted states. `export` and `push`, with a --help of their own, hand "
+        "a checkpoint on.",
+        epilog="example: accelerate launch train/main.py --config configs/smollm2-demo.yaml",
+    )
+    add_arguments(out)
+    out.add_argument(
+        "--resume", action="store_true", help="go on from the latest complete checkpoint"
+    )
+    return out
 
 
 def train(

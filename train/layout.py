@@ -80,6 +80,12 @@ def checkpoint_config(model: DFlashDrafter, dtype: torch.dtype) -> dict[str, Any
     return out
 
 
+def origin_of(folder: Path) -> dict[str, Any]:
+    """What made a checkpoint, as its config.json says; empty for a drafter of another project."""
+    found = json.loads((folder / "config.json").read_text()).get("paceline")
+    return found if isinstance(found, dict) else {}
+
+
 def load_shape(folder: Path) -> tuple[Qwen3Config, DraftShape]:
     """What a checkpoint's config.json says. Raises ValueError, in one sentence, for what this code cannot represent."""
     released = read_released(folder)
@@ -121,7 +127,7 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
     if zero:
         raise ValueError(f"{folder}/{WEIGHTS} has all-zero matrices: {zero[:3]}")
     model.load_state_dict(state)
-    model.origin = json.loads((folder / "config.json").read_text()).get("paceline", {})
+    model.origin = origin_of(folder)
     return model.to(dtype)
 
 

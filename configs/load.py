@@ -32,6 +32,15 @@ from configs.schema import Config
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+DISK_FIXES = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise `ulimit -f`",
+    errno.EROFS: "make it writable, or choose another run_dir,",
+    errno.EIO: "the disk failed: look at the kernel's log, copy run_dir to another one",
+}
+
+
 class UserError(Exception):
     """A mistake that the user can mend. The message is for the terminal and names the fix."""
 
@@ -44,7 +53,7 @@ def first_line(error: BaseException) -> str:
 def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
     """Run a command's main and return its exit code: `sys.exit(main_guard(main))`.
 
-    UserError and a full disk (quota, file size limit) become `error: ...` and 2, Ctrl-C 130; the
+    UserError and what DISK_FIXES has (a full, read-only or failing disk) become `error: ...` and 2, Ctrl-C 130; the
     rest are bugs and raise.
     """
     again = "run the same command again"
@@ -56,10 +65,11 @@ def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
         print(f"interrupted; {again} (with --resume where it trains) to continue", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in DISK_FIXES:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        fix = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
+        how = "at" if error.errno == errno.EIO else "while writing"
+        where = f" {how} {error.filename}" if error.filename else ""
+        fix = DISK_FIXES[error.errno]
         print(f"error: {error.strerror}{where}; {fix} and {again}", file=sys.stderr)
     return 2
 

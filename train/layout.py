@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from train.drafter import DFlashDrafter, DraftShape
+from train.finished import require_intact
 from train.released import read_released
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -88,6 +89,7 @@ def origin_of(folder: Path) -> dict[str, Any]:
 
 def load_shape(folder: Path) -> tuple[Qwen3Config, DraftShape]:
     """What a checkpoint's config.json says. Raises ValueError, in one sentence, for what this code cannot represent."""
+    require_intact(folder, "config.json")
     released = read_released(folder)
     return released.config, released.shape
 
@@ -103,7 +105,8 @@ def expected_of_states(config: Qwen3Config, shape: DraftShape) -> dict[str, Any]
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
-    """A drafter from a checkpoint folder. Raises ValueError as load_shape does, and for weights that do not fit."""
+    """A drafter from a checkpoint folder. Raises ValueError as load_shape does, and for damaged or unfit weights."""
+    require_intact(folder)
     released = read_released(folder)
     model = DFlashDrafter(released.config, released.shape)
     state = {

@@ -53,7 +53,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 ELSEWHERE := not judge and not gpu and not serving
 
-.PHONY: help install demo test lint unit slow integration test-judges test-gpu test-serving format clean
+.PHONY: help install demo test lint unit slow integration test-judges test-gpu test-serving soak format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -96,6 +96,9 @@ test-serving: $(READY) $(VLLM_READY) ## Tests against a running vLLM (.venv-vllm
 format: $(READY) ## Format the code and mend what ruff can mend
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+soak: $(READY) ## 2,000 steps and 50 checkpoints of a tiny run: memory, open files and disk stay as they are
+	OMP_NUM_THREADS=1 PACELINE_SOAK=2000 $(PYTEST) -s tests/test_soak.py
 
 clean: ## Remove caches and build output (.venv and runs/ stay)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -27,6 +27,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from configs.credentials import hide, holds_credential
 from configs.schema import Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -60,7 +61,7 @@ def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
     try:
         return main(None) or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(hide(f"error: {error}"), file=sys.stderr)
     except KeyboardInterrupt:
         print(f"interrupted; {again} (with --resume where it trains) to continue", file=sys.stderr)
         return 130
@@ -110,6 +111,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         config = Config.model_validate_json(json.dumps(data))
     except ValidationError as error:
         mistakes += [_explain(detail, overrides) for detail in error.errors(include_url=False)]
+    else:
+        mistakes += [
+            f"{'.'.join(key)} holds a credential, and configs are copied into run folders, wandb and model cards; keep "
+            "it in the environment (HF_TOKEN, WANDB_API_KEY)"
+            for key in _keys(type(config))
+            if not isinstance(value := reduce(getattr, key, config), BaseModel)
+            and holds_credential(str(value))
+        ]
     if mistakes:
         head = f"{path} has {len(mistakes)} mistake{'s' * (len(mistakes) > 1)}:"
         raise UserError("\n  ".join([head, *mistakes]))

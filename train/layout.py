@@ -141,6 +141,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     out: dict[str, Tensor] = {}
     for name in files:
+        if Path(name).name != name:
+            raise ValueError(
+                f"{folder}/{INDEX} names {name!r}, which is not a file of that folder; it is not read"
+            )
         if not (folder / name).exists():
             raise ValueError(f"{folder} is not a drafter checkpoint: it has no {name}")
         out |= load_file(folder / name)

@@ -37,8 +37,8 @@ def settle(config: Config, settings: dict[str, Any]) -> None:
         if (device := (zero.get(part) or {}).get("device", "none")) != "none":
             raise UserError(
                 f"the DeepSpeed config has {part} on {device}, for which DeepSpeed compiles an Adam of its own that "
-                f"takes the place of train.optimizer={config.train.optimizer}; set it to none, and a higher ZeRO stage or "
-                "more processes if memory is short"
+                f"replaces train.optimizer={config.train.optimizer}; set it to none, with a higher ZeRO stage or "
+                "more processes"
             )
     if config.train.optimizer == "muon" and zero["stage"] > 0:
         raise UserError(

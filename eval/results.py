@@ -33,7 +33,8 @@ def write_results(folder: Path, results: Json) -> Path:
     validate_results(results)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
-    atomic_write_json(path, results | {SEAL: fingerprint(results)})
+    as_read = json.loads(json.dumps(results))
+    atomic_write_json(path, as_read | {SEAL: fingerprint(as_read)})
     return path
 
 

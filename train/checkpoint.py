@@ -12,6 +12,7 @@ Everything is written to `.step-000200.tmp` by all ranks, then renamed by one.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
+from safetensors import SafetensorError
 
 from configs.load import UserError
 from configs.provenance import FolderLock, atomic_write_json
@@ -134,12 +136,47 @@ def save_checkpoint(
     if (final / DONE).exists():
         return final
     temporary = final.with_name(f".{final.name}.tmp")
-    drafter: DFlashDrafter = accelerator.unwrap_model(model)
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)  # without DONE it is a leftover
         (temporary / "resume").mkdir(parents=True)
     accelerator.wait_for_everyone()
+    with disk_errors(temporary):
+        _write(temporary, accelerator, model, optimizer, step=step, card=card, trainer=trainer)
+    if accelerator.is_main_process:
+        temporary.rename(final)
+        _flush(final.parent)
+        delete_old(run_dir, keep)
+    accelerator.wait_for_everyone()
+    return final
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """torch and safetensors have errors of their own for a disk that is full or fails; an OSError comes of them."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        said = str(error)
+        if not any(word in said for word in ("No space left", "inline_container", "PytorchStream")):
+            raise
+        full = "No space left" in said or shutil.disk_usage(folder).free < 1 << 20
+        code = errno.ENOSPC if full else errno.EIO
+        raise OSError(code, os.strerror(code), str(folder)) from error
+
+
+def _write(
+    temporary: Path,
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    *,
+    step: int,
+    card: str,
+    trainer: dict[str, Any],
+) -> None:
+    """Everything of a checkpoint, DONE last, flushed."""
+    drafter: DFlashDrafter = accelerator.unwrap_model(model)
     state = accelerator.get_state_dict(model)  # gathers under ZeRO-3, so every rank calls it
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if deepspeed:
@@ -168,11 +205,6 @@ def save_checkpoint(
         seal(temporary)
         _flush(temporary / DONE)
         _flush(temporary)
-        temporary.rename(final)
-        _flush(final.parent)
-        delete_old(run_dir, keep)
-    accelerator.wait_for_everyone()
-    return final
 
 
 def _flush(path: Path) -> None:

@@ -141,7 +141,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     out: dict[str, Tensor] = {}
     for name in files:
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ValueError(
                 f"{folder}/{INDEX} names {name!r}, which is not a file of that folder; it is not read"
             )

@@ -99,6 +99,26 @@ def test_a_server_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
         assert named_file(said, tmp_path) == tmp_path / "passwd"
 
 
+def test_the_lock_is_of_the_pinned_versions() -> None:
+    """`make lock` after a change of constraints.txt. torch is whatever build the machine chose."""
+    pins = {
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith(("#", "torch=="))
+    }
+    lock = (ROOT / "requirements.lock").read_text()
+    entries = [line.split() for line in lock.replace(" \\\n", " ").splitlines()]
+
+    def plain(pin: str) -> str:
+        return pin.lower().replace("_", "-")
+
+    assert {plain(entry[0]) for entry in entries} == {plain(pin) for pin in pins}
+    assert all(
+        entry[1:] and all(h.startswith("--hash=sha256:") for h in entry[1:]) for entry in entries
+    )
+    assert "index-url" not in lock and "://" not in lock
+
+
 CODE = """
 import json, sys
 from extract.locate import locate

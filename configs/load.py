@@ -112,12 +112,12 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     except ValidationError as error:
         mistakes += [_explain(detail, overrides) for detail in error.errors(include_url=False)]
     else:
+        sections = {key[:-1] for key in _keys(Config)}
         mistakes += [
             f"{'.'.join(key)} holds a credential, and configs are copied into run folders, wandb and model cards; keep "
             "it in the environment (HF_TOKEN, WANDB_API_KEY)"
-            for key in _keys(type(config))
-            if not isinstance(value := reduce(getattr, key, config), BaseModel)
-            and holds_credential(str(value))
+            for key in _keys(Config)
+            if key not in sections and holds_credential(str(reduce(getattr, key, config)))
         ]
     if mistakes:
         head = f"{path} has {len(mistakes)} mistake{'s' * (len(mistakes) > 1)}:"

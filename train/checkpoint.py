@@ -153,12 +153,17 @@ def save_checkpoint(
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """torch and safetensors have errors of their own for a disk that is full or fails; an OSError comes of them."""
+    """A full or failing disk becomes an OSError with a name: torch and safetensors have errors of their own for it."""
     try:
         yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
     except (RuntimeError, SafetensorError) as error:
         said = str(error)
-        if not any(word in said for word in ("No space left", "inline_container", "PytorchStream")):
+        if not any(
+            word in said
+            for word in ("No space left", "inline_container", "PytorchStream", "iostream")
+        ):
             raise
         full = "No space left" in said or shutil.disk_usage(folder).free < 1 << 20
         code = errno.ENOSPC if full else errno.EIO

@@ -59,10 +59,10 @@ def test_a_credential_in_a_config_is_refused_and_not_repeated(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     file = write_config(tmp_path / "c.yaml", tiny_target)
     value = f"[{secret}]" if where == "data.prompts" else secret
-    code = main_guard(lambda _: load_config(file, [f"{where}={value}"]) and None)
+    code = main_guard(lambda _: bool(load_config(file, [f"{where}={value}"])))
     said = capsys.readouterr().err
     assert code == 2 and f"{where} holds a credential" in said and "WANDB_API_KEY" in said
-    assert main_guard(lambda _: load_config(file, [f"tracking.nam={secret}"]) and None) == 2
+    assert main_guard(lambda _: bool(load_config(file, [f"tracking.nam={secret}"]))) == 2
     said += capsys.readouterr().err
     assert TOKEN not in said and KEY not in said
 
@@ -71,10 +71,10 @@ def test_a_credential_in_a_config_is_refused_and_not_repeated(
 def test_a_run_writes_no_secret_down(extracted: Path, tmp_path: Path) -> None:
     """Config, provenance, log, card, checkpoint and wandb's own files; and what is printed."""
     config = copy_run(extracted, tmp_path, max_steps=1, batch_size=8)
-    secrets = {"HF_TOKEN": TOKEN, "WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}
     out = run(
-        "train/main.py", "--config", str(config), "--set", "tracking.wandb=offline", **secrets
-    )
+        "train/main.py", "--config", str(config), "--set", "tracking.wandb=offline",
+        HF_TOKEN=TOKEN, WANDB_API_KEY=KEY, WANDB_MODE="offline",
+    )  # fmt: skip
     files = [file for file in Path(load_config(config).run_dir).rglob("*") if file.is_file()]
     assert any(file.suffix == ".wandb" for file in files) and any(
         f.name == "README.md" for f in files

@@ -53,9 +53,10 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
 ) -> None:
     """Whichever file it hits: torch and safetensors say it in their own words, the user reads one sentence."""
     run_, step = Run(), 0
+    hit: set[str] = set()
     first = run_.save(small_disk, 0)
     size = sum(f.stat().st_size for f in first.rglob("*") if f.is_file())
-    pad, hit = small_disk / "somebody-else", set()
+    pad = small_disk / "somebody-else"
     for left in range(4096, size + 4096, size // 10):
         step += 1
         free = shutil.disk_usage(small_disk).free
@@ -95,7 +96,7 @@ def test_a_disk_that_fails_leaves_the_old_checkpoint_and_is_named(
         real(handle)
 
     monkeypatch.setattr(train.checkpoint.os, "fsync", failing)
-    assert main_guard(lambda _: run_.save(tmp_path, 2) and None) == 2
+    assert main_guard(lambda _: bool(run_.save(tmp_path, 2))) == 2
     monkeypatch.undo()
     said = capsys.readouterr().err
     assert "Input/output error at " in said and "; the disk failed" in said

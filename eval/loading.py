@@ -13,7 +13,7 @@ from extract.shards import ShardReader
 from train.checkpoint import find_checkpoint
 from train.drafter import DFlashDrafter, DraftShape
 from train.finished import complete_checkpoints, step_of
-from train.layout import expected_of_states, load_drafter, load_shape
+from train.layout import expected_of_states, load_drafter, load_shape, origin_of
 
 
 def checkpoints(run_dir: Path, wanted: str) -> list[Path]:
@@ -86,7 +86,22 @@ def checked_shape(folder: Path, sets: dict[str, ShardReader]) -> DraftShape:
             **expected_of_states(drafter, shape),
             vocab_size=drafter.vocab_size,
         )
+        require_own_target(folder, reader)
     return shape
+
+
+def require_own_target(folder: Path, reader: ShardReader) -> None:
+    """UserError when the drafter says that it was trained for other weights than the states are of.
+
+    Another target of the same shape gives a tau like any other, only lower. Drafters of other projects do not say.
+    """
+    ours, theirs = reader.manifest.target, origin_of(folder).get("target")
+    if isinstance(theirs, dict) and theirs.get("fingerprint") not in (None, ours.fingerprint):
+        raise UserError(
+            f"{folder} was trained for {theirs.get('id')} (weights {theirs['fingerprint']}) and the states in "
+            f"{reader.folder} are of {ours.id} (weights {ours.fingerprint}); evaluate it on its own target, or adapt it "
+            f"to this one: train with drafter.init_from={folder}"
+        )
 
 
 def step_number(checkpoint: Path) -> int | None:

@@ -11,12 +11,13 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from configs.load import UserError
-from configs.provenance import atomic_write_json
+from configs.provenance import atomic_write_json, fingerprint
 from eval.metrics import DECODERS, MODES, Json, Row
 from eval.published import Point, published
 
 # What results.json must hold; _fits says how a type is read.
 SCHEMA = 1
+SEAL = "fingerprint"
 TOP: Json = {"schema": int, "mode": str, "checkpoint": dict, "target": dict, "provenance": dict}
 TOP |= {"rows": tuple[Json, ...], "lossless_check": Json | None, "notes": tuple[str, ...]}
 TOP |= {"max_new_tokens": int | None, "sampling": Json | None}
@@ -32,14 +33,24 @@ def write_results(folder: Path, results: Json) -> Path:
     validate_results(results)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
-    atomic_write_json(path, results)
+    as_read = json.loads(json.dumps(results))
+    atomic_write_json(path, as_read | {SEAL: fingerprint(as_read)})
     return path
 
 
 def read_results(path: Path) -> Json:
-    """Return a checked results.json. Raises UserError that names the file."""
+    """Return a checked results.json. Raises UserError that names the file.
+
+    One without a fingerprint is nobody's but its writer's to vouch for, and is read.
+    """
     try:
-        return validate_results(json.loads(path.read_bytes()))
+        results = validate_results(json.loads(path.read_bytes()))
+        seal = results.pop(SEAL, None)
+        if seal is not None and seal != fingerprint(results):
+            raise UserError(
+                f"a value was changed after it was written (fingerprint {seal}); move it away and evaluate again"
+            )
+        return results
     except (UserError, OSError, ValueError, RecursionError) as error:  # the last: "[[[[[[..."
         raise UserError(f"cannot read {path}: {error}") from None
 

@@ -6,7 +6,9 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ def locate(config: TargetConfig) -> Location:
 
     Raises UserError when the package is not installed, the folder or the GGUF file does not exist.
     """
+    if config.trust_remote_code:
+        warn_of_remote_code(config.path or str(config.package))
     if config.package is not None:
         spec = importlib.util.find_spec(config.package.replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
@@ -77,6 +81,17 @@ def locate(config: TargetConfig) -> Location:
     if gguf is not None:
         label = Path(gguf).stem
     return Location(str(folder), gguf, config.revision, label)
+
+
+@cache
+def warn_of_remote_code(source: str) -> None:
+    """Once, by one of a run's processes, and before any of that code can run."""
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: target.trust_remote_code is on: Python code that comes with {source} runs here as you do",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def cache_folder() -> Path:

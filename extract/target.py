@@ -147,11 +147,6 @@ def load_target(config: TargetConfig, *, dtype: str | None = None) -> Target:
         logging.disable_progress_bar()  # a bar in a log file is a mile of carriage returns
     location = unpack_gguf(locate(config))
     tokenizer = load_tokenizer(config, location)
-    if config.trust_remote_code:
-        print(
-            f"warning: target.trust_remote_code runs code that comes with {location.source}",
-            flush=True,
-        )
     device = pick_device(config.device)
     model, found = from_pretrained(
         AutoModelForCausalLM,

@@ -100,7 +100,11 @@ def run_stages(config: Config, args: argparse.Namespace) -> int:
             for line in view.last_words(name):
                 print(f"{name} | {line}", file=sys.stderr)
             again = shlex.join(["python", "launch/main.py", *sys.argv[1:]])
-            print(f"\n{name} ended with status {status}; to continue: {again}", file=sys.stderr)
+            killed = ", killed, as the kernel does when memory runs out" * (status in (-9, 137))
+            print(
+                f"\n{name} ended with status {status}{killed}; to continue: {again}",
+                file=sys.stderr,
+            )
             return status if status > 0 else 128 - status
     if not args.dry_run:
         spans = [f"{name} {span:.0f} s" for name, span in seconds.items()]

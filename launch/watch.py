@@ -27,7 +27,7 @@ from configs.provenance import FolderLock, LockHeldError, lock_owner
 from configs.schema import Config
 from eval.done import evaluated, lock_name, reported, results_folder, settings_of
 from extract.manifest import held_out_folders, is_complete, read_manifest
-from train.finished import DONE, complete_checkpoints, step_of
+from train.finished import DONE, complete_checkpoints, require_intact, step_of
 
 POLL_SECONDS, NOTICE_SECONDS = 1.0, 60.0
 TRIES = 2  # a process that was started by hand may have taken the checkpoint in the meantime
@@ -162,8 +162,9 @@ class Watcher:
 def total_steps(checkpoint: Path) -> int | None:
     """The steps of the whole training run, as its checkpoints say; None for one that does not."""
     try:
+        require_intact(checkpoint, "resume/trainer.json")
         trainer: dict[str, Any] = json.loads((checkpoint / "resume" / "trainer.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # pruned, or damaged
         return None
     return trainer.get("total_steps")
 

@@ -268,6 +268,27 @@ def test_an_unreadable_file_is_named(tmp_path: Path, data: bytes) -> None:
         read_results(path)
 
 
+def test_a_flipped_bit_changes_no_result(tmp_path: Path) -> None:
+    """It is refused by the file's name, or it hit what nobody reads: white space, the seal's own name."""
+    path = write_results(tmp_path, RESULTS)
+    good, generator, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        bad = bytearray(good)
+        bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
+        path.write_bytes(bad)
+        try:
+            found = read_results(path)
+        except UserError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert {key: found.get(key) for key in RESULTS} == RESULTS
+    assert refused > 200
+    path.write_text(good.decode().replace('"mode": "live"', '"mode": "replay"'))
+    with pytest.raises(UserError, match=r"was changed after it was written.*evaluate again"):
+        read_results(path)
+
+
 def test_bad_results_are_not_written(tmp_path: Path) -> None:
     write_results(tmp_path, RESULTS)
     with pytest.raises(UserError, match="mode"):

@@ -1,4 +1,7 @@
-"""docs/field-bugs.md: the table is whole, the tests that it names exist, and whatever has none says why."""
+"""docs/field-bugs.md: the table is whole, the tests that it names exist, and whatever has none says why.
+
+Also that the tests exist which docs/reliability.md names.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +53,13 @@ def test_a_row_names_tests_that_exist_or_a_reason(row: list[str]) -> None:
     assert named or verdict != "tested"
     reason = re.sub(NAMED, "", why).strip(" ;,")
     assert verdict == "tested" or len(reason.split()) >= 5, "a reason is a sentence"
+
+
+def test_reliability_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = NAMED.findall(text)
+    assert len(named) > 40 and text.count("::test_") == len(named)
+    for file, test in named:
+        assert test in functions_of(file), f"{file} has no {test}"
+    for row in (line for line in text.splitlines() if line.startswith("| `")):
+        assert "::test_" in row

@@ -29,6 +29,7 @@ from tests.conftest import write_config
 from tests.test_eval_compare import results, row, uneven
 from tests.test_extract_shards import make_samples, manifest_of, store
 from train.drafter import FULL, DFlashDrafter, DraftShape, drafter_config
+from train.export import write
 from train.layout import save_drafter
 
 TAPS = (0, 2, 5)  # the last of six blocks among them
@@ -180,6 +181,36 @@ def test_a_drafter_of_another_target_is_refused_before_its_weights_are_read(
     write_manifest(states, manifest_of((), **(MANIFEST | made)))
     with pytest.raises(UserError, match=message):
         load_checked(tmp_path, {"chat": ShardReader(states)}, cpu, torch.float32)
+
+
+def test_a_drafter_of_other_weights_of_the_same_shape_is_refused_with_both_names(
+    target: Target, tmp_path: Path
+) -> None:
+    """A5: its tau would be a number like any other. A drafter that does not say what it is of is let through."""
+    drafter, cpu = make_drafter(target), torch.device("cpu")
+    manifest = manifest_of((), **MANIFEST)
+    base = {"id": "base-7b", "revision": None, "fingerprint": "0123456789abcdef"}
+    own = manifest.target.model_dump()
+    (states := tmp_path / "states").mkdir()
+    write_manifest(states, manifest)
+    sets = {"chat": ShardReader(states)}
+
+    def checkpoint(name: str, origin: Any) -> Path:
+        (folder := tmp_path / name).mkdir()
+        drafter.origin = origin
+        save_drafter(drafter, drafter.state_dict(), folder, torch.float32)
+        return folder
+
+    for name, origin in {"own": {"target": own}, "foreign": {}, "odd": ["?"]}.items():
+        load_checked(checkpoint(name, origin), sets, cpu, torch.float32)
+    other = checkpoint("other", {"target": base})
+    (other / "model.safetensors").unlink()
+    message = rf"for base-7b \(weights 0123.*\) and .* are of {own['id']} \(weights {own['fingerprint']}\); .*init_from="
+    with pytest.raises(UserError, match=message):
+        load_checked(other, sets, cpu, torch.float32)
+    write(checkpoint("whole", {"target": base}), "zlab", tmp_path / "exported")
+    with pytest.raises(UserError, match=message):
+        load_checked(tmp_path / "exported", sets, cpu, torch.float32)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -341,7 +341,7 @@ def test_one_process_two_processes_and_accumulation_are_the_same_run(
         assert f"{processes} processes = 4 rows" in out
         runs[name] = gradients(config)
         state = complete_checkpoints(tmp_path / name / "run")[0] / "resume" / "state.pt"
-        moments = torch.load(state)["optimizer"]["state"]
+        moments = torch.load(state, weights_only=True)["optimizer"]["state"]
         # AdamW's first moment after one step is the gradient itself, times 1 - beta
         first[name] = [m["exp_avg"] for m in moments.values()]
     for name in ("accumulated", "two"):

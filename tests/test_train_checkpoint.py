@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import struct
+import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from transformers import Qwen3Config
 
 from configs.load import UserError
 from configs.schema import TrainConfig
+from tests.test_extract_shards import flip
 from train.checkpoint import (
     complete_checkpoints,
     delete_old,
@@ -22,8 +28,10 @@ from train.checkpoint import (
     read_best,
     record_best,
     save_checkpoint,
+    trainer_state,
 )
 from train.drafter import DFlashDrafter, DraftShape
+from train.layout import load_drafter
 from train.optimizer import make_optimizer
 from train.step import backward, optimizer_step
 
@@ -146,6 +154,98 @@ def test_a_checkpoint_is_read_back_to_the_byte(tmp_path, name):
     load_checkpoint(folder, accelerator, again, fresh)
     assert everything(again, fresh) == before
     assert json.loads((folder / "resume" / "trainer.json").read_text())["step"] == 3
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Any, Any, Any]:
+    accelerator, model, optimizer = trained(1)
+    folder = save_checkpoint(
+        tmp_path, accelerator, model, optimizer, step=1, card="", trainer={}, keep=4
+    )
+    return folder, accelerator, model, optimizer
+
+
+def test_done_is_read_by_sha256sum(saved):
+    done = subprocess.run(
+        ["sha256sum", "--check", "--strict", "DONE"], cwd=saved[0], text=True, capture_output=True
+    )
+    assert done.returncode == 0
+    assert done.stdout == "model.safetensors: OK\nconfig.json: OK\nresume/trainer.json: OK\n"
+
+
+def test_any_flipped_bit_of_a_checkpoint_is_found_by_the_name_of_its_file(saved):
+    """Whoever reads it: evaluation and init_from the weights, a resumed run its state."""
+    folder, accelerator, model, optimizer = saved
+    generator = random.Random(0)
+
+    def read(file: Path) -> None:
+        if file.name == "state.pt":
+            load_checkpoint(folder, accelerator, model, optimizer)
+        elif file.name == "trainer.json":
+            trainer_state(folder)
+        else:
+            load_drafter(folder)
+
+    for name, times in {
+        "model.safetensors": 20,
+        "config.json": 10,
+        "resume/trainer.json": 10,
+        "resume/state.pt": 40,
+    }.items():
+        file, good = folder / name, (folder / name).read_bytes()
+        read(file)
+        # what torch.save pads between records is nobody's
+        payload = range(len(good)) if name != "resume/state.pt" else checked_bytes(file)
+        for _ in range(times):
+            flip(file, generator.choice(payload), 1 << generator.randrange(8))
+            with pytest.raises(
+                (UserError, ValueError), match=f"{file.name} is damaged.*(delete|--resume)"
+            ):
+                read(file)
+            file.write_bytes(good)
+        file.write_bytes(good[: len(good) // 2])
+        with pytest.raises((UserError, ValueError), match=f"{file.name} is damaged"):
+            read(file)
+        file.write_bytes(good)
+    (folder / "resume" / "state.pt").unlink()
+    with pytest.raises(UserError, match=r"state.pt is missing; delete .*init_from="):
+        load_checkpoint(folder, accelerator, model, optimizer)
+
+
+def checked_bytes(file: Path) -> list[int]:
+    """Where the contents of the records of a torch.save file lie."""
+    out: list[int] = []
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            name, extra = struct.unpack("<HH", file.read_bytes()[record.header_offset + 26 :][:4])
+            start = record.header_offset + 30 + name + extra
+            out += range(start, start + record.file_size)
+    return out
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("/proc/self/evil",)
+
+
+def test_a_resume_state_that_would_run_code_is_not_loaded(saved):
+    folder, accelerator, model, optimizer = saved
+    torch.save({"model": Evil()}, folder / "resume" / "state.pt")
+    with pytest.raises(UserError, match="other things than tensors"):
+        load_checkpoint(folder, accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"{}", b"\xff", b'{"checkpoint": "step-1"}'])
+def test_a_damaged_record_of_the_best_deletes_nothing_and_is_written_anew(tmp_path, capsys, raw):
+    folders = fake(tmp_path, 10, 20, 30)
+    (tmp_path / "checkpoints" / "best.json").write_bytes(raw)
+    with pytest.raises(UserError, match=r"best\.json is damaged; delete it, and eval/main\.py"):
+        find_checkpoint(tmp_path, "best")
+    delete_old(tmp_path, keep=1)
+    assert len(names(tmp_path)) == 3 and "no checkpoint is deleted" in capsys.readouterr().err
+    record_best(tmp_path, folders[1], 2.5, "chain")
+    delete_old(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000020", "step-000030"]
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

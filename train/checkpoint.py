@@ -3,7 +3,8 @@
     checkpoints/step-000200/
         model.safetensors  config.json  README.md      what engines load (the published layout)
         resume/            float32 weights, optimizer state, trainer.json
-        DONE               comes last; a folder without it does not exist for anybody
+        DONE               comes last, with the sha256 of what is never written again; a folder without it does not
+                           exist for anybody
     checkpoints/best.json  which one evaluation found the best; it is never deleted
 
 Everything is written to `.step-000200.tmp` by all ranks, then renamed by one.
@@ -11,21 +12,34 @@ Everything is written to `.step-000200.tmp` by all ranks, then renamed by one.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
+from safetensors import SafetensorError
 
 from configs.load import UserError
 from configs.provenance import FolderLock, atomic_write_json
 from train.drafter import DFlashDrafter
-from train.finished import DONE, complete_checkpoints, is_unfinished
+from train.finished import (
+    DONE,
+    complete_checkpoints,
+    is_unfinished,
+    require_intact,
+    seal,
+)
 from train.layout import save_drafter
 
 BEST = "best.json"
@@ -66,12 +80,20 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
 
 
 def read_best(run_dir: Path) -> dict[str, Any] | None:
-    """checkpoints/best.json: `checkpoint` (a folder's name), its `tau` and what that was measured `by`."""
+    """checkpoints/best.json: `checkpoint` (a folder's name), its `tau` and what that was measured `by`. UserError when
+    it is damaged."""
+    file = run_dir / "checkpoints" / BEST
     try:
-        out: dict[str, Any] = json.loads((run_dir / "checkpoints" / BEST).read_bytes())
+        out: dict[str, Any] = json.loads(file.read_bytes())
+        if {"checkpoint", "tau", "by"} == out.keys():
+            return out
     except FileNotFoundError:
         return None
-    return out
+    except (ValueError, AttributeError):
+        pass
+    raise UserError(
+        f"{file} is damaged; delete it, and eval/main.py --checkpoint all writes it anew"
+    )
 
 
 def record_best(run_dir: Path, checkpoint: Path, tau: float, by: str) -> bool:
@@ -80,15 +102,18 @@ def record_best(run_dir: Path, checkpoint: Path, tau: float, by: str) -> bool:
         if not (checkpoint / DONE).exists():
             return False
         record = {"checkpoint": checkpoint.name, "tau": tau, "by": by}
-        if record != read_best(run_dir):
-            atomic_write_json(run_dir / "checkpoints" / BEST, record)
+        atomic_write_json(run_dir / "checkpoints" / BEST, record)
         return True
 
 
 def delete_old(run_dir: Path, keep: int) -> None:
     """All complete checkpoints but the `keep` newest and the best."""
     with FolderLock(run_dir, "best", wait=True):  # none becomes the best in the meantime
-        best = (read_best(run_dir) or {}).get("checkpoint")
+        try:
+            best = (read_best(run_dir) or {}).get("checkpoint")
+        except UserError as error:  # it may be any of them
+            print(f"warning: {error}; until then no checkpoint is deleted", file=sys.stderr)
+            return
         for old in complete_checkpoints(run_dir)[:-keep]:
             if old.name != best:
                 (old / DONE).unlink()  # first: a half-deleted folder is no checkpoint
@@ -111,12 +136,52 @@ def save_checkpoint(
     if (final / DONE).exists():
         return final
     temporary = final.with_name(f".{final.name}.tmp")
-    drafter: DFlashDrafter = accelerator.unwrap_model(model)
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)  # without DONE it is a leftover
         (temporary / "resume").mkdir(parents=True)
     accelerator.wait_for_everyone()
+    with disk_errors(temporary):
+        _write(temporary, accelerator, model, optimizer, step=step, card=card, trainer=trainer)
+    if accelerator.is_main_process:
+        temporary.rename(final)
+        _flush(final.parent)
+        delete_old(run_dir, keep)
+    accelerator.wait_for_everyone()
+    return final
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """A full or failing disk becomes an OSError with a name: torch and safetensors have errors of their own for it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
+    except (RuntimeError, SafetensorError) as error:
+        said = str(error)
+        if not any(
+            word in said
+            for word in ("No space left", "inline_container", "PytorchStream", "iostream")
+        ):
+            raise
+        full = "No space left" in said or shutil.disk_usage(folder).free < 1 << 20
+        code = errno.ENOSPC if full else errno.EIO
+        raise OSError(code, os.strerror(code), str(folder)) from error
+
+
+def _write(
+    temporary: Path,
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    *,
+    step: int,
+    card: str,
+    trainer: dict[str, Any],
+) -> None:
+    """Everything of a checkpoint, DONE last, flushed."""
+    drafter: DFlashDrafter = accelerator.unwrap_model(model)
     state = accelerator.get_state_dict(model)  # gathers under ZeRO-3, so every rank calls it
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if deepspeed:
@@ -130,8 +195,10 @@ def save_checkpoint(
                 {"model": weights, "optimizer": optimizer.state_dict()},
                 temporary / "resume" / "state.pt",
             )
+        resume = temporary / "resume"
         trainer = {
             **trainer,
+            "files": sorted(str(f.relative_to(resume)) for f in resume.rglob("*") if f.is_file()),
             "step": step,
             "world": accelerator.num_processes,
             "deepspeed": deepspeed,
@@ -140,13 +207,9 @@ def save_checkpoint(
         for file in temporary.rglob("*"):
             if file.is_file():
                 _flush(file)
-        (temporary / DONE).touch()
+        seal(temporary)
+        _flush(temporary / DONE)
         _flush(temporary)
-        temporary.rename(final)
-        _flush(final.parent)
-        delete_old(run_dir, keep)
-    accelerator.wait_for_everyone()
-    return final
 
 
 def _flush(path: Path) -> None:
@@ -164,15 +227,64 @@ def trainer_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(
             f"{checkpoint} has no resume state; it can be evaluated or used as drafter.init_from"
         )
+    try:
+        require_intact(checkpoint, "resume/trainer.json")
+    except ValueError as error:
+        raise UserError(str(error)) from None
     out: dict[str, Any] = json.loads(file.read_text())
     return out
+
+
+def require_whole_resume(checkpoint: Path, accelerator: Accelerator, names: Sequence[str]) -> None:
+    """UserError, on all ranks, that names the files of resume/ that are missing or damaged.
+
+    DeepSpeed goes on without some of them. torch.save puts a CRC-32 beside every tensor, which torch.load does not
+    read. Each rank looks at its share of the files.
+    """
+    broken = []
+    for name in names[accelerator.process_index :: accelerator.num_processes]:
+        file = checkpoint / "resume" / name
+        if not file.exists():
+            broken.append(f"{name} is missing")
+        elif file.suffix == ".pt" and not _crc_holds(file):
+            broken.append(f"{name} is damaged")
+    if broken := gather_object(broken):
+        raise UserError(
+            f"{checkpoint}/resume cannot be gone on from: {', '.join(sorted(broken))}; delete {checkpoint} to go on from "
+            f"the one before it, or start anew with drafter.init_from={checkpoint}"
+        )
+
+
+def _crc_holds(file: Path) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError):
+        return False  # its table of contents was hit
+
+
+@contextmanager
+def only_tensors() -> Iterator[None]:
+    """DeepSpeed's own torch.load unpickles whatever stands in its files; in here it takes tensors and three classes."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def load_checkpoint(checkpoint: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     """Restore weights and optimizer state into the prepared model and optimizer.
 
     UserError when the checkpoint was written by another number of processes under DeepSpeed (its optimizer state is
-    cut up by rank), or by the other backend.
+    cut up by rank), or by the other backend, or is damaged. All ranks call this.
     """
     saved = trainer_state(checkpoint)
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -182,19 +294,29 @@ def load_checkpoint(checkpoint: Path, accelerator: Accelerator, model: Any, opti
             f"{checkpoint} was trained {with_without[saved['deepspeed']]} and this run is {with_without[deepspeed]}; "
             f"launch it as before, or start anew with drafter.init_from={checkpoint}"
         )
-    if deepspeed:
-        if saved["world"] != accelerator.num_processes:
-            raise UserError(
-                f"{checkpoint} was trained by {saved['world']} processes and this run has "
-                f"{accelerator.num_processes}; DeepSpeed's state is cut up by rank, so launch as many, or start anew "
-                f"with drafter.init_from={checkpoint}"
-            )
-        loaded, _ = model.load_checkpoint(str(checkpoint / "resume"), tag="state")
-        if loaded is None:
-            raise UserError(
-                f"DeepSpeed could not load {checkpoint}/resume; use an earlier checkpoint"
-            )
-        return
-    state = torch.load(checkpoint / "resume" / "state.pt", map_location="cpu", weights_only=True)
+    if deepspeed and saved["world"] != accelerator.num_processes:
+        raise UserError(
+            f"{checkpoint} was trained by {saved['world']} processes and this run has "
+            f"{accelerator.num_processes}; DeepSpeed's state is cut up by rank, so launch as many, or start anew "
+            f"with drafter.init_from={checkpoint}"
+        )
+    require_whole_resume(checkpoint, accelerator, saved.get("files", []))
+    try:
+        if deepspeed:
+            with only_tensors():
+                loaded, _ = model.load_checkpoint(str(checkpoint / "resume"), tag="state")
+            if loaded is None:
+                raise UserError(
+                    f"DeepSpeed could not load {checkpoint}/resume; use an earlier checkpoint"
+                )
+            return
+        state = torch.load(
+            checkpoint / "resume" / "state.pt", map_location="cpu", weights_only=True
+        )
+    except UnpicklingError:
+        raise UserError(
+            f"{checkpoint}/resume holds other things than tensors, which could run code and are not loaded; use a "
+            "checkpoint of yours"
+        ) from None
     accelerator.unwrap_model(model).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

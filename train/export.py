@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from configs.load import UserError, load_config
 from extract.locate import locate, unpack_gguf
 from train.drafter import FULL, DFlashDrafter
-from train.finished import DONE, is_unfinished
+from train.finished import DONE, is_unfinished, require_intact
 from train.layout import checkpoint_config, load_drafter, read_tensors, write_config, write_weights
 
 SPECULATORS_VERSION = "0.9.0"  # whose loader and converter judge the export
@@ -205,6 +205,10 @@ def upload(folder: Path, repo: str, *, private: bool, dry_run: bool) -> None:
         raise UserError(
             f"checkpoint {folder} was never finished (it has no {DONE}); choose another"
         )
+    try:
+        require_intact(folder)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
     files = list(filter_repo_objects(files, ignore_patterns=list(LEFT_OUT)))
     if missing := {"config.json", "README.md"} - set(files):

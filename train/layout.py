@@ -17,6 +17,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from train.drafter import DFlashDrafter, DraftShape
+from train.finished import require_intact
 from train.released import read_released
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -94,8 +95,15 @@ def checkpoint_config(model: DFlashDrafter, dtype: torch.dtype) -> dict[str, Any
     return out
 
 
+def origin_of(folder: Path) -> dict[str, Any]:
+    """What made a checkpoint, as its config.json says; empty for a drafter of another project."""
+    found = json.loads((folder / "config.json").read_text()).get("paceline")
+    return found if isinstance(found, dict) else {}
+
+
 def load_shape(folder: Path) -> tuple[Qwen3Config, DraftShape]:
     """What a checkpoint's config.json says. Raises ValueError, in one sentence, for what this code cannot represent."""
+    require_intact(folder, "config.json")
     released = read_released(folder)
     return released.config, released.shape
 
@@ -111,7 +119,8 @@ def expected_of_states(config: Qwen3Config, shape: DraftShape) -> dict[str, Any]
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
-    """A drafter from a checkpoint folder. Raises ValueError as load_shape does, and for weights that do not fit."""
+    """A drafter from a checkpoint folder. Raises ValueError as load_shape does, and for damaged or unfit weights."""
+    require_intact(folder)
     released = read_released(folder)
     model = DFlashDrafter(released.config, released.shape)
     state = {
@@ -135,7 +144,7 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraf
     if zero:
         raise ValueError(f"{folder}/{WEIGHTS} has all-zero matrices: {zero[:3]}")
     model.load_state_dict(state)
-    model.origin = json.loads((folder / "config.json").read_text()).get("paceline", {})
+    model.origin = origin_of(folder)
     model = model.to(dtype)
     # The frequencies stay float32 as in training and in engines: rounded to bfloat16 they rotate otherwise.
     model.rotary = Qwen3RotaryEmbedding(model.config)
@@ -149,6 +158,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     out: dict[str, Tensor] = {}
     for name in files:
+        if Path(name).name != name or name == "..":
+            raise ValueError(
+                f"{folder}/{INDEX} names {name!r}, which is not a file of that folder; it is not read"
+            )
         if not (folder / name).exists():
             raise ValueError(f"{folder} is not a drafter checkpoint: it has no {name}")
         out |= load_file(folder / name)

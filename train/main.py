@@ -56,6 +56,7 @@ from train.startup import (
 )
 from train.step import backward, loss_of, optimizer_step, prepare, run_drafter, step_sums
 from train.tracking import Tracker
+from train.zero import save_resolved
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -120,6 +121,7 @@ def train(
     parameters = sum(p.numel() for p in model.parameters())
     optimizer: Any = make_optimizer(model, options)
     model, optimizer = accelerator.prepare(model, optimizer)
+    save_resolved(run_dir, accelerator)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     drafter: DFlashDrafter = accelerator.unwrap_model(model)
     head = load_head(run_dir / "states", device=device, dtype=dtype).used_by(drafter.shape)

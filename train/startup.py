@@ -24,6 +24,7 @@ from extract.window import WindowReader, begun
 from train.batches import Schedule, pack
 from train.rolling import RollingSchedule, rolling_schedule
 from train.sampling import SampledHead
+from train.zero import need_no_compiler, settle
 
 # What may change at a resume. The two factors of the rows per step may, their product may not.
 FREE = {
@@ -48,6 +49,8 @@ def make_accelerator(config: Config) -> Accelerator:
     cuda, launched = torch.cuda.is_available(), "WORLD_SIZE" in os.environ
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if deepspeed and not cuda:
+        need_no_compiler()
     group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=MEETING)
     try:
         accelerator = Accelerator(
@@ -67,30 +70,7 @@ def make_accelerator(config: Config) -> Accelerator:
             f"the launcher started {world} processes but this run sees {accelerator.num_processes}"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plugin = accelerator.state.deepspeed_plugin.deepspeed_config
-        wanted = config.train.gradient_accumulation_steps
-        given = plugin.get("gradient_accumulation_steps", "auto")
-        if given not in ("auto", wanted):
-            raise UserError(
-                f"train.gradient_accumulation_steps is {wanted} but the DeepSpeed config says {given}; "
-                "set that one to auto"
-            )
-        zero = plugin["zero_optimization"]["stage"]
-        if config.train.optimizer == "muon" and zero > 0:
-            raise UserError(
-                f"train.optimizer=muon needs whole matrices and ZeRO stage {zero} cuts them up; use ZeRO stage 0, "
-                "plain accelerate launch, or adamw"
-            )
-        plugin.update(
-            train_micro_batch_size_per_gpu=config.train.batch_size,
-            gradient_accumulation_steps=wanted,
-            # without ZeRO the loop clips, see train.step.optimizer_step
-            gradient_clipping=config.train.max_grad_norm if zero else 0.0,
-            zero_allow_untested_optimizer=True,
-        )
-        for key in ("bf16", "fp16"):
-            plugin.pop(key, None)
-        plugin.pop("train_batch_size", None)
+        settle(config, accelerator.state.deepspeed_plugin.deepspeed_config)
     return accelerator
 
 

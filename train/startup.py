@@ -206,4 +206,4 @@ def backend(accelerator: Accelerator) -> str:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         return f"DeepSpeed ZeRO-{stage}"
-    return str(accelerator.distributed_type.value).lower()
+    return "DDP" if accelerator.num_processes > 1 else "one process"

@@ -404,10 +404,12 @@ def assert_survived(
 
 @pytest.mark.slow
 def test_sigkill_at_random_moments(tmp_path: Path, reference: dict[str, bytes]) -> None:
-    start = time.monotonic()
-    assert run_in_fork(lambda: extract_all(tmp_path)) == 0
-    duration = time.monotonic() - start
-    killed, rng = 0, random.Random(0)
+    durations = []
+    for attempt in range(3):  # the shortest: on a busy machine a long one would let nearly all others end
+        start = time.monotonic()
+        assert run_in_fork(partial(extract_all, tmp_path / f"whole-{attempt}")) == 0
+        durations.append(time.monotonic() - start)
+    duration, killed, rng = min(durations), 0, random.Random(0)
     for attempt in range(60):
         folder = tmp_path / f"{attempt}"
         folder.mkdir()

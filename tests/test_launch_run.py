@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
+from eval.results import read_results
 from launch.main import parser
 from launch.pipeline import STAGES, Stage, run, stages, wanted_stages
 from launch.view import View, status_line
@@ -108,7 +109,7 @@ def results_of(run_dir: Path) -> dict[str, Any]:
         return [facts(v) for v in value] if isinstance(value, list) else value
 
     files = sorted(run_dir.glob("evals/**/results.json"))
-    return {str(f.relative_to(run_dir)): facts(json.loads(f.read_text())) for f in files}
+    return {str(f.relative_to(run_dir)): facts(read_results(f)) for f in files}
 
 
 @pytest.mark.slow

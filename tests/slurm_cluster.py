@@ -24,6 +24,7 @@ def require_slurm() -> None:
     """Install what is missing, or skip where that cannot be done."""
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons want root")
+    os.environ["PATH"] += ":/usr/sbin"  # where Debian has the daemons, and not every shell looks
     if not all(map(shutil.which, PROGRAMS)):
         apt_install(*PACKAGES)
 

@@ -185,6 +185,7 @@ def _write(
     state = accelerator.get_state_dict(model)  # gathers under ZeRO-3, so every rank calls it
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if deepspeed:
+        pickle_stage_by_value()
         model.save_checkpoint(str(temporary / "resume"), tag="state")
     if accelerator.is_main_process:
         save_drafter(drafter, state, temporary, torch.bfloat16)
@@ -261,6 +262,17 @@ def _crc_holds(file: Path) -> bool:
             return archive.testzip() is None
     except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError):
         return False  # its table of contents was hit
+
+
+def pickle_stage_by_value() -> None:
+    """DeepSpeed saves its ZeRO stage, an enum, which Python 3.11.2 pickles as a call of getattr: only_tensors, rightly,
+    does not allow that. Newer Pythons pickle a call of the class, and so does this one now."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    def by_value(stage: Any, _protocol: int) -> tuple[Any, ...]:
+        return type(stage), (stage.value,)
+
+    ZeroStageEnum.__reduce_ex__ = by_value
 
 
 @contextmanager

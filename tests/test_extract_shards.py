@@ -405,7 +405,9 @@ def assert_survived(
 @pytest.mark.slow
 def test_sigkill_at_random_moments(tmp_path: Path, reference: dict[str, bytes]) -> None:
     durations = []
-    for attempt in range(3):  # the shortest: on a busy machine a long one would let nearly all others end
+    for attempt in range(
+        3
+    ):  # the shortest: on a busy machine a long one would let nearly all others end
         start = time.monotonic()
         assert run_in_fork(partial(extract_all, tmp_path / f"whole-{attempt}")) == 0
         durations.append(time.monotonic() - start)

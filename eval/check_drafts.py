@@ -34,11 +34,16 @@ def slots(case: Case) -> Finding:
     measured = f"drafts right at the token before / itself / after: {rates[-1]:.3f} / {rates[0]:.3f} / {rates[1]:.3f}"
     best = max((-1, 1), key=lambda s: rates[s])
     if clearly_better(rates[best], rates[0], found.independent):
+        from_anchor = case.drafter.shape.sample_from_anchor
+        fix = "it was trained with other labels, or comes from a layout that counts slots otherwise; train again here"
+        if best == (-1 if from_anchor else 1):
+            fix = f"write sample_from_anchor={str(not from_anchor).lower()} into {case.folder}/config.json, and compare"
         return Finding(
-            "slots", SUSPECT, measured,
-            f"slot k drafts token k{best:+d}: trained with shifted labels (`shift_label`, `sample_from_anchor`), or from "
-            "a layout that counts slots otherwise; train again here, or convert it with its own convention",
-        )  # fmt: skip
+            "slots",
+            SUSPECT,
+            measured,
+            f"every slot drafts the token {best:+d} beside its own: {fix}",
+        )
     return Finding("slots", OK, measured)
 
 

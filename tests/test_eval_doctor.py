@@ -386,10 +386,15 @@ def test_rejected_tokens_in_the_recurrent_state(trained, doctor, monkeypatch):
 def test_slots_that_draft_the_token_beside(extracted, doctor, tmp_path, shift):
     case = copied(extracted, tmp_path)
     shutil.rmtree(run_dir(case) / "checkpoints", ignore_errors=True)
-    train(case, shift=shift)
+    file = train(case, shift=shift) / "config.json"
     report = doctor(case)
     assert report.status == 1 and report.suspects[0] == "slots", report.text
-    assert f"slot k drafts token k{shift:+d}" in report.line("slots")
+    assert f"every slot drafts the token {shift:+d} beside its own" in report.line("slots")
+    if shift == 1:  # which is what a drafter that samples from the anchor does, and its first slot drafts as well
+        assert "write sample_from_anchor=true" in report.line("slots")
+        said = json.loads(file.read_text())["dflash_config"] | {"sample_from_anchor": True}
+        edit(file, dflash_config=said)
+        assert "slots" not in doctor(case).suspects
 
 
 def test_a_window_that_is_lost(extracted, doctor, tmp_path):

@@ -390,7 +390,7 @@ def test_slots_that_draft_the_token_beside(extracted, doctor, tmp_path, shift):
     report = doctor(case)
     assert report.status == 1 and report.suspects[0] == "slots", report.text
     assert f"every slot drafts the token {shift:+d} beside its own" in report.line("slots")
-    if shift == 1:  # which is what a drafter that samples from the anchor does, and its first slot drafts as well
+    if shift == 1:  # as a drafter that samples from the anchor does, whose slot 0 drafts as well
         assert "write sample_from_anchor=true" in report.line("slots")
         said = json.loads(file.read_text())["dflash_config"] | {"sample_from_anchor": True}
         edit(file, dflash_config=said)

@@ -27,9 +27,10 @@ from configs.provenance import FolderLock, LockHeldError, lock_owner
 from configs.schema import Config
 from eval.done import evaluated, lock_name, reported, results_folder, settings_of
 from extract.manifest import held_out_folders, is_complete, read_manifest
+from extract.waiting import Notice
 from train.finished import DONE, complete_checkpoints, require_intact, step_of
 
-POLL_SECONDS, NOTICE_SECONDS = 1.0, 60.0
+POLL_SECONDS = 1.0
 TRIES = 2  # a process that was started by hand may have taken the checkpoint in the meantime
 
 
@@ -48,7 +49,7 @@ class Watcher:
         self._settings: str | None = None
         self._evaluated: set[tuple[str, int]] = set()
         self._failures: Counter[str] = Counter()
-        self._told = -NOTICE_SECONDS
+        self._notice = Notice(at_once=True)
 
     def watch(self, *, once: bool = False) -> int:
         """Return when training is complete and all is evaluated; with `once` when nothing is left at the moment.
@@ -70,7 +71,7 @@ class Watcher:
                 failed = [name for name, count in self._failures.items() if count >= TRIES]
                 print(self._verdict(due, failed), flush=True)
                 return 1 if failed else status
-            self._notice(due)
+            self._say_what_for(due)
             time.sleep(POLL_SECONDS)
 
     def due(self) -> list[Path]:
@@ -135,10 +136,7 @@ class Watcher:
             process.terminate()
             process.wait()
 
-    def _notice(self, due: Sequence[Path]) -> None:
-        if time.monotonic() - self._told < NOTICE_SECONDS:
-            return
-        self._told = time.monotonic()
+    def _say_what_for(self, due: Sequence[Path]) -> None:
         checkpoints = complete_checkpoints(self.run_dir)
         if due:
             what = f"{', '.join(c.name for c in due)}, which other processes are evaluating"
@@ -148,7 +146,7 @@ class Watcher:
             what = "more checkpoints; the ones here do not say when training ends, so Ctrl-C does"
         else:
             what = "the next checkpoint"
-        print(f"waiting for {what}", flush=True)
+        self._notice.say(f"waiting for {what}")
 
     def _verdict(self, due: Sequence[Path], failed: Sequence[str]) -> str:
         if failed:

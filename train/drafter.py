@@ -38,9 +38,8 @@ class DraftShape:
     num_target_layers: int | None  # None: the checkpoint does not say
     causal_sliding: bool = False  # inside the block, in sliding layers
     causal_full: bool = False  # the same in full layers
-    sample_from_anchor: bool = (
-        False  # slot k predicts the token k + 1 after the anchor, not k: slot 0 drafts as well
-    )
+    # Slot k predicts the token k + 1 after the anchor, not k, so that slot 0 drafts as well.
+    sample_from_anchor: bool = False
     # How the drafter uses the target's tables: their rows times a factor, its own logits times another, then capped.
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0

@@ -171,7 +171,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         # PyYAML's stubs give this one call no types.
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's
         self.depth += 1
         if isinstance(event, yaml.AliasEvent) or event.tag is not None or self.depth > 20:
             problem = "aliases, tags (*name, !name) and deep nesting are not supported"

@@ -49,7 +49,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.adamw.param_groups = [self.param_groups[1]]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch has overloads
         assert closure is None
         self.muon.step()
         self.adamw.step()

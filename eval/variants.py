@@ -64,7 +64,9 @@ def hits(
     right, first, blocks, size = torch.zeros(len(shifts), dtype=torch.int64), 0, 0, 0
     for sample in samples:
         ids, mask = sample.input_ids.long(), sample.loss_mask > 0
-        start = max(int(mask.int().argmax()), len(ids) - drafter.block_size - reach - ANCHORS + 1)
+        start = max(
+            int(mask.int().argmax()), len(ids) - drafter.shape.block_size - reach - ANCHORS + 1
+        )
         logits = draft_everywhere(drafter, head, sample, start)
         said = torch.cat([x.argmax(-1).cpu() for x in logits])  # [anchors, drafts]
         size = said.shape[1]

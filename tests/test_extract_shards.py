@@ -881,6 +881,7 @@ def test_few_files_are_open_and_samples_hold_none(tmp_path: Path) -> None:
 def test_workers_and_pickles_read_the_same(states: Path) -> None:
     reader = ShardReader(states)
     assert_same(reader[0], SAMPLES[0])  # a file is open when the workers fork
+    # a sequence will do, and the stub wants a Dataset
     loader: Any = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)  # type: ignore[arg-type]
     for found, wanted in zip(loader, SAMPLES, strict=True):
         assert_same(found, wanted)

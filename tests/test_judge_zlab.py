@@ -87,7 +87,7 @@ def test_zlab_accepts_the_same_lengths(tmp_path, family, sliding):
         # rounds whose block still fitted.
         position, fitting = 1, 0
         for committed in got.committed:
-            if position - 1 + drafter.block_size > LIMIT - 1:
+            if position - 1 + drafter.shape.block_size > LIMIT - 1:
                 break
             position, fitting = position + committed, fitting + 1
         assert got.committed[:fitting] == answer["committed"][:fitting]

@@ -54,7 +54,7 @@ def train_style(
     position = torch.arange(len(ids))[None]
     document = torch.zeros_like(position)
     at = torch.tensor([anchors])
-    block = model.block_size
+    block = model.shape.block_size
     tokens, positions = slot_inputs(ids[None], position, at, block, model.shape.mask_token_id)
     masks = layer_masks(model, document, position, at)
     head = head.used_by(model.shape)

@@ -170,10 +170,6 @@ class DFlashDrafter(nn.Module):
         self.autocast: torch.dtype | None = None  # training precision; weights stay float32
         self.origin: dict[str, Any] = {}  # what made it; goes into config.json
 
-    @property
-    def block_size(self) -> int:
-        return self.shape.block_size
-
     def reset_parameters(self, seed: int) -> None:
         """Normal with the config's initializer_range, norms at one; the same weights on every rank."""
         generator = torch.Generator().manual_seed(seed)

@@ -65,7 +65,7 @@ class HeldOut:
             window.add(step_sums(numerator, part, correct))
         assert window.sums is not None
         window.sums = self.accelerator.reduce(window.sums, "sum")
-        loss, tau = window.loss_and_tau(drafter.block_size)
+        loss, tau = window.loss_and_tau(drafter.shape.block_size)
         return {"held_out_loss": loss, "held_out_tau_proxy": tau}
 
 

@@ -190,7 +190,7 @@ def train(
         )
         loss_head = sampled.at(step) if sampled else head
         scale = accelerator.num_processes * options.gradient_accumulation_steps / divisor
-        sums = torch.zeros(5 + 3 * drafter.block_size, dtype=torch.float64, device=device)
+        sums = torch.zeros(5 + 3 * drafter.shape.block_size, dtype=torch.float64, device=device)
         losses = []
         for part in micro:
             with accelerator.accumulate(model):

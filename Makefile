@@ -32,8 +32,6 @@ UV ?= 0.13.9
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
-# DeepSpeed builds its CPU communication op at first use and looks for `ninja` on PATH.
-export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # Our own .venv is kept up to date by every target; an environment that the user names is the user's.
 ifeq ($(origin VENV),file)

@@ -24,7 +24,7 @@ from extract.window import WindowReader, begun
 from train.batches import Schedule, pack
 from train.rolling import RollingSchedule, rolling_schedule
 from train.sampling import SampledHead
-from train.zero import need_no_compiler, settle
+from train.zero import settle, talk_through_gloo
 
 # What may change at a resume. The two factors of the rows per step may, their product may not.
 FREE = {
@@ -50,7 +50,7 @@ def make_accelerator(config: Config) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if deepspeed and not cuda:
-        need_no_compiler()
+        talk_through_gloo()
     group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=MEETING)
     try:
         accelerator = Accelerator(

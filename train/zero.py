@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +54,12 @@ def settle(config: Config, settings: dict[str, Any]) -> None:
         settings.pop(key, None)
 
 
-def need_no_compiler() -> None:
-    """Let CPU processes talk through gloo alone where nothing can be compiled.
+def talk_through_gloo() -> None:
+    """Let CPU processes talk through gloo alone.
 
-    DeepSpeed otherwise builds a shared-memory reduction at the start, and fails there without a compiler or ninja.
+    DeepSpeed otherwise builds a shared-memory reduction at the start. That needs a compiler, and a process that is killed
+    meanwhile leaves a lock (torch_extensions/.../lock) for which every later start waits, silently and forever.
     """
-    if shutil.which(os.environ.get("CXX", "c++")) and shutil.which("ninja"):
-        return
     import deepspeed
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 

@@ -80,8 +80,8 @@ lint: $(READY) ## ruff, formatting, mypy, the import contracts
 unit: $(READY) ## Fast tests, two workers
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 -m 'not slow and $(ELSEWHERE)'
 
-slow: $(READY) ## Tests that start processes or train, one at a time
-	$(PYTEST) -m 'slow and $(ELSEWHERE)'
+slow: $(READY) ## Tests that start processes or train, two workers, each a file at a time
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m 'slow and $(ELSEWHERE)'
 
 integration: slow ## The same as slow
 

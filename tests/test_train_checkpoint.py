@@ -32,7 +32,7 @@ from train.checkpoint import (
 )
 from train.drafter import DFlashDrafter, DraftShape
 from train.layout import load_drafter
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, set_learning_rate
 from train.step import backward, optimizer_step
 
 
@@ -153,6 +153,11 @@ def test_a_checkpoint_is_read_back_to_the_byte(tmp_path, name):
     assert everything(again, fresh) != before
     load_checkpoint(folder, accelerator, again, fresh)
     assert everything(again, fresh) == before
+    for optimizer_, weights in ((optimizer, model), (fresh, again)):  # and goes on alike
+        set_learning_rate(optimizer_, 0.25)
+        backward(accelerator, weights, forward(weights))
+        optimizer_step(accelerator, weights, optimizer_, 1.0)
+    assert everything(again, fresh) == everything(model, optimizer) != before
     assert json.loads((folder / "resume" / "trainer.json").read_text())["step"] == 3
 
 
@@ -262,6 +267,21 @@ def test_a_step_that_is_not_finite_changes_nothing(where):
     assert not finite and norm != norm
     assert everything(model, optimizer) == before
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e6])
+def test_gradients_are_clipped_to_the_limit_and_their_norm_is_that_before(limit):
+    """AdamW divides the size of its gradients out again, so no loss curve would show a clip that is missing."""
+    accelerator, model, optimizer = trained(0)
+    backward(accelerator, model, forward(model))
+    raw = [p.grad.clone() for p in model.parameters()]
+    size = float(torch.cat([g.flatten() for g in raw]).norm())
+    assert 0.01 < size < 1e6
+    norm, _ = optimizer_step(accelerator, model, optimizer, limit)
+    assert norm == pytest.approx(size)
+    for p, gradient in zip(model.parameters(), raw, strict=True):
+        first = optimizer.state[p]["exp_avg"] / (1 - 0.9)
+        torch.testing.assert_close(first, gradient * min(limit / size, 1.0), rtol=1e-3, atol=1e-9)
 
 
 def test_norm_weights_move_in_bf16_arithmetic():

@@ -235,5 +235,7 @@ def test_sampled_head_stands_for_the_whole_vocabulary():
         torch.testing.assert_close(mean, expected, rtol=bias, atol=0)
         mean = torch.stack([d[1] for d in draws]).mean(0)
         assert F.cosine_similarity(mean.flatten(), gradient.flatten(), dim=0) > 0.995
-    draw = lambda step: of(SampledHead(head, frequency, 80, 0).at(step), 0.0)[0]  # noqa: E731
-    assert draw(3) == draw(3) != draw(4)
+    draw = lambda seed, step: of(SampledHead(head, frequency, 80, seed).at(step), 0.0)[0]  # noqa: E731
+    assert (
+        draw(0, 3) == draw(0, 3) and len({draw(*at).item() for at in ((0, 3), (0, 4), (1, 3))}) == 3
+    )

@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,20 @@ def test_a_checkpoint_is_read_back_to_the_byte(tmp_path, name):
         optimizer_step(accelerator, weights, optimizer_, 1.0)
     assert everything(again, fresh) == everything(model, optimizer) != before
     assert json.loads((folder / "resume" / "trainer.json").read_text())["step"] == 3
+
+
+def test_a_half_deleted_checkpoint_of_the_same_step_is_written_anew(tmp_path):
+    """A run that was killed while it deleted, and resumed from before, comes to that step again."""
+    accelerator, model, optimizer = trained(1)
+    save = partial(
+        save_checkpoint, tmp_path, accelerator, model, optimizer, card="", trainer={}, keep=4
+    )
+    folder = save(step=1)
+    (folder / "DONE").unlink()
+    (folder / "resume" / "state.pt").unlink()
+    assert names(tmp_path) == []
+    assert save(step=1) == folder and names(tmp_path) == ["step-000001"]
+    load_checkpoint(folder, accelerator, model, optimizer)
 
 
 @pytest.fixture

@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deepspeed
 import pytest
 import torch
 import yaml
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors import safe_open
 from torch import Tensor
@@ -25,7 +28,7 @@ from tests.conftest import family, write_config
 from tests.test_extract_shards import flip
 from tests.test_pipeline import ROOT, copy_run, extracted, launch, metrics
 from train.finished import complete_checkpoints
-from train.zero import settle
+from train.zero import need_no_compiler, settle
 
 __all__ = ["extracted"]  # a fixture
 
@@ -111,6 +114,16 @@ def test_no_compiler_is_needed(stopped: Stopped) -> None:
     """D21: neither for the optimizer nor for the processes' talk on a CPU."""
     assert len(metrics(stopped.run_dir)) >= 3
     assert not list(stopped.extensions.rglob("*.so")) and "built successfully" not in stopped.out
+
+
+def test_nothing_is_compiled_on_a_cpu_even_where_it_could_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that is killed meanwhile leaves a lock at which all later ones wait, in every folder."""
+    builds = deepspeed.ops.__compatible_ops__
+    monkeypatch.setitem(builds, ShareMemCommBuilder.NAME, True)
+    need_no_compiler()
+    assert build_shm_op() is None
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +55,11 @@ def settle(config: Config, settings: dict[str, Any]) -> None:
 
 
 def need_no_compiler() -> None:
-    """Let CPU processes talk through gloo alone where nothing can be compiled.
+    """Let CPU processes talk through gloo alone.
 
-    DeepSpeed otherwise builds a shared-memory reduction at the start, and fails there without a compiler or ninja.
+    DeepSpeed otherwise builds a shared-memory reduction at the start. It fails there without a compiler or ninja, and a
+    run that is killed while it builds leaves a lock in ~/.cache/torch_extensions at which every later one waits for ever.
     """
-    if shutil.which(os.environ.get("CXX", "c++")) and shutil.which("ninja"):
-        return
     import deepspeed
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 

@@ -159,6 +159,11 @@ def test_a_checkpoint_is_read_back_to_the_byte(tmp_path, name):
         backward(accelerator, weights, forward(weights))
         optimizer_step(accelerator, weights, optimizer_, 1.0)
     assert everything(again, fresh) == everything(model, optimizer) != before
+    set_learning_rate(fresh, 0.0)  # which has to reach whoever steps
+    still = everything(again, fresh)["m"]
+    backward(accelerator, again, forward(again))
+    optimizer_step(accelerator, again, fresh, 1.0)
+    assert everything(again, fresh)["m"] == still
     assert json.loads((folder / "resume" / "trainer.json").read_text())["step"] == 3
 
 

@@ -97,8 +97,9 @@ def test_collated_rows_hold_each_sample_whole_and_an_empty_row_weighs_nothing():
 def test_anchors_follow_the_sample_and_its_pass_and_not_its_place():
     """Beside whom, in which row or micro-batch it lies does not matter; a cut sample keeps those it has room for."""
     rows = [[(3, sample(3, 4)), (1, sample(1, 5))], [(1, sample(1, 5))], [(2, sample(2, 20))]]
-    options = {"max_length": 12, "feature_size": 6, "feature_dtype": torch.float32, "hidden_size": None}  # fmt: skip
-    batch = collate(rows, [0, 4, 7], seed=5, **options)
+    batch = collate(
+        rows, [0, 4, 7], max_length=12, feature_size=6, feature_dtype=torch.float32, hidden_size=None, seed=5
+    )  # fmt: skip
     drawn = [(0, 0, 4, (0, 3)), (0, 4, 9, (0, 1)), (1, 0, 5, (4, 1)), (2, 0, 12, (7, 2))]
     for row, start, end, (epoch, number) in drawn:
         wanted = anchor_priority(5, epoch, number, 20)[: end - start]

@@ -54,7 +54,7 @@ def test_the_first_complete_set_is_measured_and_one_of_another_target_is_refused
     tmp_path: Path,
 ) -> None:
     settings = config(tmp_path)
-    assert measurement(settings).data.reader.folder == tmp_path / "eval-sets" / "second" / "states"  # type: ignore[union-attr]
+    assert measurement(settings).data.reader.folder == tmp_path / "eval-sets" / "second" / "states"
     other = MANIFEST.model_copy(
         update={"target": MANIFEST.target.model_copy(update={"fingerprint": "beef"})}
     )

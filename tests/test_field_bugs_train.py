@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
+from torch import Tensor
 
 from configs.load import UserError, load_config
 from configs.schema import Config, TargetConfig, TrainConfig
@@ -28,10 +29,10 @@ from tests.conftest import write_config
 from tests.test_extract_shards import manifest_of, run_in_fork, store
 from tests.test_train_blocks import packed_batch, sizes
 from train.batches import Schedule, collate
-from train.blocks import dense_mask, sight, sparse_mask
+from train.blocks import dense_mask, layer_masks, sight, sparse_mask
 from train.build import build_drafter
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.drafter import DFlashDrafter
+from train.drafter import FULL, SLIDING, DFlashDrafter
 from train.finished import complete_checkpoints
 from train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from train.startup import check_states, require_same_run, run_identity
@@ -114,6 +115,42 @@ def test_the_learning_rate_is_a_function_of_the_step(config: Config) -> None:
     for factor in (0.5, 1.0, 0.25):  # no step depends on the one before
         assert set_learning_rate(optimizer, factor) == 0.02 * factor
         assert [group["lr"] for group in optimizer.param_groups] == [0.02 * factor, 1e-3 * factor]
+
+
+def test_the_optimizer_has_the_configs_figures(config: Config) -> None:
+    """Each of them away from the default of torch and of ours."""
+    figures: dict[str, Any] = {"learning_rate": 0.02, "betas": (0.7, 0.8), "weight_decay": 0.03}
+    (adamw,) = make_optimizer(build(config), TrainConfig(**figures)).param_groups
+    both = TrainConfig(
+        **figures, optimizer="muon", muon_momentum=0.6, muon_adamw_learning_rate=0.01
+    )
+    matrices, vectors = make_optimizer(build(config), both).param_groups
+    assert {p.dim() for p in matrices["params"]} == {2} and {
+        p.dim() for p in vectors["params"]
+    } == {1}
+    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"]) == (0.02, 0.6, 0.03)
+    for group, rate in ((adamw, 0.02), (vectors, 0.01)):
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (rate, (0.7, 0.8), 0.03)
+
+
+@pytest.mark.parametrize("sliding", [{}, {"sliding_layers": (1,), "sliding_window": 7}])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_drafters_masks_are_the_configs(
+    config: Config, sliding: dict[str, Any], causal: bool
+) -> None:
+    """Of layer 1 alone: its window, and in it no sight of later slots."""
+    wanted = changed(config, "drafter", **sliding, causal_sliding=causal and bool(sliding))
+    drafter = build(wanted)
+    assert drafter.config.layer_types == [FULL, SLIDING if sliding else FULL]
+    document, anchors = torch.zeros(1, 30, dtype=torch.long), torch.tensor([[20]])
+    masks = layer_masks(drafter, document, torch.arange(30)[None], anchors)
+    slots = {kind: mask[0, 0].tolist() for kind, mask in masks.items() if isinstance(mask, Tensor)}
+    everything = [i < 20 for i in range(30)] + 4 * [True]
+    assert slots.pop(FULL) == 4 * [everything]
+    for slot, seen in enumerate(slots.pop(SLIDING, [])):
+        assert seen[:30] == [20 + slot - 7 < i < 20 for i in range(30)]
+        assert seen[30:] == [not causal or other <= slot for other in range(4)]
+    assert not slots
 
 
 @pytest.mark.parametrize(

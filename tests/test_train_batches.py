@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from extract.shards import Sample
-from train.batches import Schedule, collate, pack
+from extract.shards import Sample, ShardReader
+from tests.test_extract_shards import store
+from train.batches import Batch, Schedule, StepDataset, collate, pack, step_batches
+from train.blocks import anchor_priority
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(5, 40))
@@ -48,9 +55,10 @@ def test_an_epoch_is_a_partition_and_the_split_does_not_matter(
         assert sorted(seen) == list(range(rows))
 
 
-def test_epochs_have_orders_of_their_own():
-    schedule = Schedule([[i] for i in range(50)], 2, 1, 1, 1, 0)
-    assert schedule.order(0).tolist() != schedule.order(1).tolist()
+def test_epochs_and_seeds_have_orders_of_their_own():
+    one, other = (Schedule([[i] for i in range(50)], 2, 1, 1, 1, seed) for seed in (0, 1))
+    orders = {tuple(schedule.order(epoch)) for schedule in (one, other) for epoch in (0, 1)}
+    assert len(orders) == 4
 
 
 def sample(number: int, length: int) -> Sample:
@@ -84,3 +92,52 @@ def test_collated_rows_hold_each_sample_whole_and_an_empty_row_weighs_nothing():
     assert (batch.document[1] == -1).all() and not batch.loss_mask[1].any()
     assert torch.equal(batch.features[2], sample(2, 20).hidden_states[:12])  # cut, not dropped
     assert batch.sample_ids == ["s3", "s1", "s2"]
+
+
+def test_anchors_follow_the_sample_and_its_pass_and_not_its_place():
+    """Beside whom, in which row or micro-batch it lies does not matter; a cut sample keeps those it has room for."""
+    rows = [[(3, sample(3, 4)), (1, sample(1, 5))], [(1, sample(1, 5))], [(2, sample(2, 20))]]
+    batch = collate(
+        rows, [0, 4, 7], max_length=12, feature_size=6, feature_dtype=torch.float32, hidden_size=None, seed=5
+    )  # fmt: skip
+    drawn = [(0, 0, 4, (0, 3)), (0, 4, 9, (0, 1)), (1, 0, 5, (4, 1)), (2, 0, 12, (7, 2))]
+    for row, start, end, (epoch, number) in drawn:
+        wanted = anchor_priority(5, epoch, number, 20)[: end - start]
+        assert batch.priority[row, start:end].tolist() == wanted.tolist()
+        others = [(4, number), (epoch, number + 1), (epoch, row)]
+        for other in set(others) - {(epoch, number)}:
+            assert anchor_priority(5, *other, 20)[: end - start].tolist() != wanted.tolist()
+
+
+def test_padding_is_zero_whatever_the_memory_held(monkeypatch):
+    """What is masked still goes through the products of attention, where one NaN of old memory would spoil the row."""
+    full = torch.full
+    monkeypatch.setattr("torch.empty", lambda *size, dtype: full(size, torch.nan, dtype=dtype))
+    rows = [[(3, sample(3, 4))], []]
+    batch = collate(
+        rows, [0, 0], max_length=9, feature_size=6, feature_dtype=torch.float32, hidden_size=3, seed=0
+    )  # fmt: skip
+    assert batch.last_hidden is not None
+    for states, whole in ((batch.features, 4 * 6), (batch.last_hidden, 4 * 3)):
+        assert states.isfinite().all() and states.count_nonzero() >= whole - 1
+        assert not states[0, 4:].any() and not states[1].any()
+
+
+def values(batch: Batch) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+
+
+@pytest.mark.slow
+def test_reading_ahead_in_other_processes_and_going_on_later_change_nothing(tmp_path: Path):
+    reader = ShardReader(store(tmp_path / "states"))
+    schedule = Schedule(pack(reader.lengths, 12), 6, 1, 2, 2, 7)
+    data = StepDataset(reader, schedule, rank=1, max_length=12, last_hidden=False)
+
+    def read(start: int, workers: int) -> list[list[dict[str, Any]]]:
+        steps = step_batches(data, start, schedule.total_steps, workers)
+        return [[values(batch) for batch in step] for step in steps]
+
+    here = read(0, workers=0)
+    assert len(here) == schedule.total_steps == 6
+    assert not any(one in here[:i] for i, one in enumerate(here))
+    assert read(0, workers=2) == here and read(2, workers=2) == here[2:]

@@ -141,6 +141,17 @@ def test_anchors_are_redrawn_each_epoch_and_reproducible():
     assert anchor_priority(3, 0, 7, 40).tolist()[:20] == draw[0]
 
 
+def test_no_sample_epoch_or_seed_draws_the_numbers_of_another():
+    """Not even shifted: a Philox that counts samples where it counts draws gives sample s + 1 those of s, 4 later."""
+    draws = [
+        anchor_priority(seed, epoch, sample, 300)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for sample in range(20)
+    ]
+    assert len(np.unique(np.concatenate(draws))) == 2 * 2 * 20 * 300
+
+
 def test_one_valid_anchor_is_used_and_none_is_harmless():
     document = torch.zeros(2, 6, dtype=torch.long)
     mask = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]], dtype=torch.uint8)

@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from train.checkpoint import (
 )
 from train.drafter import DFlashDrafter, DraftShape
 from train.layout import load_drafter
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, set_learning_rate
 from train.step import backward, optimizer_step
 
 
@@ -153,7 +154,31 @@ def test_a_checkpoint_is_read_back_to_the_byte(tmp_path, name):
     assert everything(again, fresh) != before
     load_checkpoint(folder, accelerator, again, fresh)
     assert everything(again, fresh) == before
+    for optimizer_, weights in ((optimizer, model), (fresh, again)):  # and goes on alike
+        set_learning_rate(optimizer_, 0.25)
+        backward(accelerator, weights, forward(weights))
+        optimizer_step(accelerator, weights, optimizer_, 1.0)
+    assert everything(again, fresh) == everything(model, optimizer) != before
+    set_learning_rate(fresh, 0.0)  # which has to reach whoever steps
+    still = everything(again, fresh)["m"]
+    backward(accelerator, again, forward(again))
+    optimizer_step(accelerator, again, fresh, 1.0)
+    assert everything(again, fresh)["m"] == still
     assert json.loads((folder / "resume" / "trainer.json").read_text())["step"] == 3
+
+
+def test_a_half_deleted_checkpoint_of_the_same_step_is_written_anew(tmp_path):
+    """A run that was killed while it deleted, and resumed from before, comes to that step again."""
+    accelerator, model, optimizer = trained(1)
+    save = partial(
+        save_checkpoint, tmp_path, accelerator, model, optimizer, card="", trainer={}, keep=4
+    )
+    folder = save(step=1)
+    (folder / "DONE").unlink()
+    (folder / "resume" / "state.pt").unlink()
+    assert names(tmp_path) == []
+    assert save(step=1) == folder and names(tmp_path) == ["step-000001"]
+    load_checkpoint(folder, accelerator, model, optimizer)
 
 
 @pytest.fixture
@@ -262,6 +287,21 @@ def test_a_step_that_is_not_finite_changes_nothing(where):
     assert not finite and norm != norm
     assert everything(model, optimizer) == before
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e6])
+def test_gradients_are_clipped_to_the_limit_and_their_norm_is_that_before(limit):
+    """AdamW divides the size of its gradients out again, so no loss curve would show a clip that is missing."""
+    accelerator, model, optimizer = trained(0)
+    backward(accelerator, model, forward(model))
+    raw = [p.grad.clone() for p in model.parameters()]
+    size = float(torch.cat([g.flatten() for g in raw]).norm())
+    assert 0.01 < size < 1e6
+    norm, _ = optimizer_step(accelerator, model, optimizer, limit)
+    assert norm == pytest.approx(size)
+    for p, gradient in zip(model.parameters(), raw, strict=True):
+        first = optimizer.state[p]["exp_avg"] / (1 - 0.9)
+        torch.testing.assert_close(first, gradient * min(limit / size, 1.0), rtol=1e-3, atol=1e-9)
 
 
 def test_norm_weights_move_in_bf16_arithmetic():

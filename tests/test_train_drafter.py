@@ -104,6 +104,61 @@ def test_training_and_decoding_draft_the_same(sliding, causal, shape):
         )
 
 
+def slow_drafter(
+    weights: dict[str, torch.Tensor], features, embeddings, anchor: int
+) -> torch.Tensor:
+    """One block of the published drafter, head by head and slot by slot, from its tensors alone. Final states [B, H]."""
+    heads, kv_heads, size, base = 4, 2, 8, 10_000.0
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        out = x.clone()
+        for i in range(size // 2):
+            angle = torch.tensor(position * base ** (-2 * i / size), dtype=torch.float64)
+            a, b = x[i], x[i + size // 2]
+            out[i] = a * angle.cos() - b * angle.sin()
+            out[i + size // 2] = b * angle.cos() + a * angle.sin()
+        return out
+
+    context = norm(features[:anchor] @ weights["fc.weight"].T, "hidden_norm")
+    x = embeddings
+    for layer in range(2):
+        w = {k.removeprefix(f"layers.{layer}."): v for k, v in weights.items()}
+        own = norm(x, f"layers.{layer}.input_layernorm")
+        seen = torch.cat([context, own])
+        out = torch.zeros(len(x), heads * size, dtype=torch.float64)
+        for h in range(heads):
+            rows = slice(h * size, (h + 1) * size)
+            group = slice(h // (heads // kv_heads) * size, (h // (heads // kv_heads) + 1) * size)
+            q = norm(own @ w["self_attn.q_proj.weight"][rows].T, f"layers.{layer}.self_attn.q_norm")
+            k = norm(
+                seen @ w["self_attn.k_proj.weight"][group].T, f"layers.{layer}.self_attn.k_norm"
+            )
+            v = seen @ w["self_attn.v_proj.weight"][group].T
+            k = torch.stack([turned(row, position) for position, row in enumerate(k)])
+            for slot in range(len(x)):
+                scores = k @ turned(q[slot], anchor + slot) / size**0.5
+                out[slot, rows] = scores.softmax(0) @ v
+        x = x + out @ w["self_attn.o_proj.weight"].T
+        y = norm(x, f"layers.{layer}.post_attention_layernorm")
+        gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
+    return norm(x, "norm")
+
+
+def test_a_block_equals_the_published_arithmetic_written_out():
+    """Nothing here is left to an engine or another project's package (make test-judges has those)."""
+    model = small_drafter()
+    ids, features, head = inputs()
+    anchor = 9
+    tokens = torch.tensor([int(ids[anchor]), 59, 59, 59])
+    expected = slow_drafter(model.state_dict(), features, head.embed(tokens), anchor)
+    got = train_style(model, head, ids, features, [anchor])[0]
+    torch.testing.assert_close(got, expected @ head.weight.T, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("sliding", [False, True])
 def test_nothing_at_or_after_the_anchor_leaks_into_its_block(sliding):
     """Anchors 10 and 12, block 4 (field bug C1): the state at 11 may reach block 12 and never block 10."""

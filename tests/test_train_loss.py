@@ -186,6 +186,16 @@ def test_bfloat16_head_is_close_and_the_gradient_points_the_same_way(share, kind
     assert F.cosine_similarity(a, b, dim=0) > 0.999
 
 
+def test_an_answer_that_bfloat16_gives_no_chance_has_a_finite_loss_and_the_full_gradient():
+    """Its probability is 0 in bfloat16, and minus its logarithm would be infinite: the whole step would be skipped."""
+    weight = torch.eye(4).bfloat16()
+    hidden = torch.tensor([[200.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    slots = slot_losses(hidden, TargetHead(weight, weight), torch.tensor([1]))
+    slots.loss.sum().backward()
+    assert 80 < slots.loss.item() < 90 and slots.confidence.item() < 1e-30
+    torch.testing.assert_close(hidden.grad, torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
+
+
 @pytest.mark.parametrize("weighting", ["decay", "uniform", "dpace"])
 def test_no_supervised_slot_gives_zero_loss_and_zero_gradient(weighting):
     batch, config = make_batch(), make_config(weighting=weighting)
@@ -225,5 +235,7 @@ def test_sampled_head_stands_for_the_whole_vocabulary():
         torch.testing.assert_close(mean, expected, rtol=bias, atol=0)
         mean = torch.stack([d[1] for d in draws]).mean(0)
         assert F.cosine_similarity(mean.flatten(), gradient.flatten(), dim=0) > 0.995
-    draw = lambda step: of(SampledHead(head, frequency, 80, 0).at(step), 0.0)[0]  # noqa: E731
-    assert draw(3) == draw(3) != draw(4)
+    draw = lambda seed, step: of(SampledHead(head, frequency, 80, seed).at(step), 0.0)[0]  # noqa: E731
+    assert (
+        draw(0, 3) == draw(0, 3) and len({draw(*at).item() for at in ((0, 3), (0, 4), (1, 3))}) == 3
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 
 from train.batches import Batch
 from train.drafter import DraftShape
-from train.log import Window
+from train.log import Window, compiled_graphs
 from train.step import Prepared, step_sums
 
 
@@ -64,3 +67,28 @@ def test_a_block_cut_by_the_end_of_a_turn_is_short_and_not_wrong():
     out = line([([ALL, cut, [False] * 4], [ALL, cut, [False] * 4])])
     assert out["tau_proxy"] == 1 + (3 + 2) / 2  # the unused anchor counts nowhere
     assert out["accuracy"] == 1.0
+
+
+def test_rates_are_of_the_windows_time_and_the_norm_is_its_last_steps():
+    """8 tokens and 6 supervised slots a step; of two seconds half a one went by waiting for data."""
+    window = Window()
+    for norm in (3.0, 5.0):
+        part = prepared([ALL, ALL])
+        none_right = torch.zeros_like(part.supervised)
+        window.add(step_sums(torch.tensor(2.0), part, none_right), norm)
+    window.started, window.data_seconds = time.perf_counter() - 2, 0.5
+    out = window.line(7, 3, 0.25, DraftShape(4, 0, (0,), 1))
+    near = pytest.approx
+    assert out["seconds"] == near(2, rel=0.1) and out["data_wait"] == near(0.25, rel=0.1)
+    assert out["tokens_per_second"] == near(16 / 2, rel=0.1) and out["tokens"] == 16
+    assert out["slots_per_second"] == near(12 / 2, rel=0.1)
+    assert (out["step"], out["epoch"], out["lr"], out["grad_norm"]) == (7, 3, 0.25, 5.0)
+    assert 2**26 < out["peak_memory_bytes"] < 2**40
+
+
+def test_a_graph_more_is_one_more_in_the_log():
+    before = compiled_graphs()
+    grown = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    for length, graphs in ((3, 1), (3, 1), (4, 2)):
+        grown(torch.zeros(length))
+        assert compiled_graphs() - before == graphs

@@ -145,6 +145,18 @@ def test_a_wide_window_mixes_many_shards_and_a_small_one_is_refused_with_the_siz
     assert schedule_of(shards, 4, (2, 1, 1), gigabytes=needed * 1.01, every=3).spread >= 1
 
 
+def test_every_pass_and_seed_has_an_order_of_its_own():
+    rows = [[i] for i in range(40)]
+    orders = []
+    for seed in (1, 2):
+        schedule = RollingSchedule(rows, 3, 40, 1, 1, seed, shards=[0] * 40, spread=1)
+        for step in range(3):
+            visits = schedule.micro_batch(step, 0, 0)
+            assert {visit.epoch for visit in visits} == {step}
+            orders.append(tuple(i for visit in visits for i in visit.samples))
+    assert len(set(orders)) == 6
+
+
 def test_a_release_is_never_taken_back(tmp_path):
     for k in range(4):
         (tmp_path / shard_name(k)).write_bytes(b"x")

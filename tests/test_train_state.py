@@ -90,7 +90,7 @@ def interrupt(config: Path, processes: int, how: signal.Signals, at: int) -> Non
 
 
 LONG = {"max_steps": 240, "epochs": 240, "max_length": 48, "batch_size": 1, "checkpoint_every": 20,
-        "keep_checkpoints": 99}  # fmt: skip
+        "keep_checkpoints": 99, "head_tokens": 64}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])

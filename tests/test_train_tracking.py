@@ -89,6 +89,10 @@ def test_offline_segments_hold_every_step_on_our_axis(tmp_path, config):
             tracker.log({"step": step, "loss": 1.0 / step, "accuracy_at_position": [0.5, 0.25]})
         tracker.close()
         rows = offline_rows(folder, len(steps))
+        (started,) = offline_records(folder, "run")
+        assert (started.run_group, started.job_type) == ("run", "train")
+        axes = {m.glob_name: m.step_metric for m in offline_records(folder, "metric")}
+        assert axes["train/*"] == "train/step"
         assert [row["train/step"] for row in rows] == steps
         assert rows[0]["train/accuracy_at_position/2"] == 0.25
         ids = json.loads((folder / "wandb-train.json").read_text())["ids"]
@@ -146,17 +150,21 @@ def test_a_kill_while_the_record_is_cut_back_loses_nothing(tmp_path, config, mon
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Answers what wandb asks at the start of a run, as long as it lives."""
+    """Answers what wandb asks at the start of a run, as long as it lives, and keeps what was asked of which run."""
 
     def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
         super().__init__(("127.0.0.1", 0), Answer)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
 class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = json.loads(raw) if self.path == "/graphql" else {}  # the others carry telemetry
         name = (asked.get("variables") or {}).get("name")
+        if name and isinstance(self.server, WandbServer):
+            self.server.asked.append((asked["operationName"], name))
         project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
         bucket = {"id": "b", "name": name, "displayName": name, "project": project}
         data = {
@@ -235,3 +243,27 @@ def test_a_dead_network_holds_nobody_up(tmp_path, tiny_target, network):
         with pytest.raises(BlockingIOError):  # nobody has knocked
             silent.accept()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 199
+
+
+@pytest.mark.slow
+def test_a_resumed_online_run_is_the_same_run(tmp_path, tiny_target):
+    """One curve, whatever the number of resumes: the server is asked for the same id again."""
+    server = WandbServer()
+    file = write_config(tmp_path / "c.yaml", tiny_target, tracking={"wandb": "online"})
+    environment = {
+        **os.environ,
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_MODE": "online",
+    }
+    for first in ("UpsertBucket", "RunResumeStatus"):
+        server.asked.clear()
+        run = subprocess.run(
+            [sys.executable, "-c", RUN, str(file), str(tmp_path), "60"],
+            env=environment, text=True, input="\n", capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert run.returncode == 0 and "did not start" not in run.stderr, run.stderr
+        (kept,) = json.loads((tmp_path / "wandb-train.json").read_text())["ids"]
+        assert server.asked[0] == (first, kept) and ("UpsertBucket", kept) in server.asked
+    server.shutdown()
+    server.server_close()

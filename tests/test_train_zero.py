@@ -12,8 +12,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deepspeed
 import pytest
+import torch
 import yaml
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors import safe_open
+from torch import Tensor
 
 from configs.load import UserError, load_config
 from configs.schema import Config
@@ -21,7 +28,7 @@ from tests.conftest import family, write_config
 from tests.test_extract_shards import flip
 from tests.test_pipeline import ROOT, copy_run, extracted, launch, metrics
 from train.finished import complete_checkpoints
-from train.zero import settle
+from train.zero import talk_through_gloo, settle
 
 __all__ = ["extracted"]  # a fixture
 
@@ -109,6 +116,16 @@ def test_no_compiler_is_needed(stopped: Stopped) -> None:
     assert not list(stopped.extensions.rglob("*.so")) and "built successfully" not in stopped.out
 
 
+def test_nothing_is_compiled_on_a_cpu_even_where_it_could_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that is killed meanwhile leaves a lock at which all later ones wait, in every folder."""
+    builds = deepspeed.ops.__compatible_ops__
+    monkeypatch.setitem(builds, ShareMemCommBuilder.NAME, True)
+    talk_through_gloo()
+    assert build_shm_op() is None
+
+
 @pytest.mark.slow
 def test_the_resolved_config_is_kept_and_has_no_auto(stopped: Stopped) -> None:
     """D20."""
@@ -136,23 +153,56 @@ def test_a_missing_and_a_damaged_file_of_a_rank_are_named(stopped: Stopped) -> N
     (state / theirs).write_bytes(good)
 
 
+def floats(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a run goes on from: (weights by the drafter's names, all other tensors of a rank's files by their path)."""
+    folder, other = checkpoint / "resume", {}
+
+    def walk(at: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            other[at] = value
+        elif isinstance(value, dict | list):
+            for k, v in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(f"{at}/{k}", v)
+
+    for file in sorted(folder.glob("state/*optim_states.pt")):
+        walk(file.name, torch.load(file, weights_only=False))  # written by this test
+    modules = torch.load(next(folder.glob("state/*model_states.pt")), weights_only=False)
+    if other:
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="state"), other
+    walk("", modules["optimizer"])  # stage 0
+    return modules["module"], other
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_stage_goes_on_from_tensors_alone(
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_goes_on_from_float32_tensors_alone(
     extracted: Path, tmp_path: Path, stage: int
 ) -> None:
-    """DeepSpeed's files are loaded without unpickling anything but its three classes of settings. Stage 2: see D16."""
+    """Under bfloat16 arithmetic: masters and moments are float32, norm weights move at 6e-4, and a resumed run ends with
+    the same bytes of all of them. DeepSpeed's files are loaded without unpickling anything but its three classes."""
     config = copy_run(
-        extracted, tmp_path, max_steps=4, epochs=9, max_length=48, batch_size=1, checkpoint_every=2
-    )
+        extracted, tmp_path, max_steps=4, epochs=9, max_length=48, batch_size=1, checkpoint_every=2, precision="bf16"
+    )  # fmt: skip
     run_dir, file = Path(load_config(config).run_dir), f"configs/accelerate/zero{stage}.yaml"
     command = ["train/main.py", "--config", str(config)]
-    out = launch(*command, processes=2, config_file=file)
-    assert "built successfully" not in out  # nor waits for the lock of a build that was killed
-    whole = metrics(run_dir)[-1]["loss"]
-    shutil.rmtree(complete_checkpoints(run_dir)[-1])
+    launch(*command, processes=2, config_file=file)
+    whole = metrics(run_dir)[-1]["loss"], floats(last := complete_checkpoints(run_dir)[-1])
+    weights, moments = whole[1]
+    with safe_open(last / "model.safetensors", "pt") as stored:
+        assert set(weights) == set(stored.keys())  # the drafter's alone
+    size = sum(w.numel() for w in weights.values())
+    assert sum(m.numel() for name, m in moments.items() if "exp_avg_sq" in name) >= size
+    assert {t.dtype for t in (*weights.values(), *moments.values())} == {torch.float32}
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            assert 3e-4 < (weight - 1).abs().max() < 4e-3, name
+
+    shutil.rmtree(last)
     launch(*command, "--resume", processes=2, config_file=file)
-    assert metrics(run_dir)[-1]["loss"] == whole and metrics(run_dir)[-1]["step"] == 4
+    assert metrics(run_dir)[-1]["loss"] == whole[0] and metrics(run_dir)[-1]["step"] == 4
+    for before, after in zip(whole[1], floats(last), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.fixture
@@ -176,3 +226,14 @@ def test_what_would_take_the_place_of_our_optimizer_is_refused(
     settle(config, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}})
     with pytest.raises(UserError, match=said):
         settle(config, {"zero_optimization": {"stage": 2}} | given)
+
+
+def test_no_precision_of_deepspeeds_own_is_left(config: Config) -> None:
+    """Its bf16 would keep the weights in bfloat16, where norms stand still; ours is train.precision."""
+    given: dict[str, Any] = {
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": True},
+        "train_batch_size": 64,
+    }  # fmt: skip
+    settle(config, given)
+    assert not given.keys() & {"bf16", "fp16", "train_batch_size"}
+    assert given["gradient_clipping"] == 1.0

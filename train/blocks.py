@@ -28,10 +28,11 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def anchor_priority(seed: int, epoch: int, sample: int, length: int) -> np.ndarray:
     """A random number per token, [length]: the anchors of a row are its valid positions of highest priority.
 
-    Counter-based (Philox), a function of its arguments alone, so anchors do not depend on rank, order or resume.
+    Counter-based (Philox), a function of its arguments alone, so anchors do not depend on rank, order or resume. Drawing
+    counts the first word up: a sample there would start in the middle of the one before.
     """
     return np.random.Generator(
-        np.random.Philox(key=[seed, epoch], counter=[sample, 0, 0, 0])
+        np.random.Philox(key=[seed, epoch], counter=[0, 0, sample, 0])
     ).random(length)
 
 

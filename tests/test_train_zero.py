@@ -28,7 +28,7 @@ from tests.conftest import family, write_config
 from tests.test_extract_shards import flip
 from tests.test_pipeline import ROOT, copy_run, extracted, launch, metrics
 from train.finished import complete_checkpoints
-from train.zero import talk_through_gloo, settle
+from train.zero import settle, talk_through_gloo
 
 __all__ = ["extracted"]  # a fixture
 

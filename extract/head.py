@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,24 +172,29 @@ def head_of(target: Target) -> TargetHead:
 def save_head(head: TargetHead, folder: Path, dtype: torch.dtype) -> dict[str, str]:
     """Write the file (atomically); returns what the manifest keeps of it. OSError as writing does."""
     tensors = {k: v.to("cpu", dtype).contiguous() for k, v in head.tensors().items()}
-    temporary = folder / f".{FILE}.tmp"
+    # A folder, since safetensors itself writes to a file of a name that nobody knows and a killed process leaves it.
+    temporary = folder / ".target_head.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
         save_file(
             tensors,
-            temporary,
+            temporary / FILE,
             # One entry: safetensors writes several in an order that differs from call to call.
             metadata={"use": json.dumps({"scale": head.scale, "soft_cap": head.soft_cap})},
         )
+        (temporary / FILE).chmod(0o644)  # safetensors leaves it to its owner alone
+        with (temporary / FILE).open("rb+") as f:
+            os.fsync(f.fileno())
+        (temporary / FILE).replace(folder / FILE)
     except SafetensorError as error:
         # It says what the system said as text: "I/O error: No space left on device (os error 28)".
         if not (number := re.search(r"os error (\d+)", str(error))):
             raise
         code = int(number[1])
         raise OSError(code, os.strerror(code), str(folder / FILE)) from error
-    temporary.chmod(0o644)  # safetensors leaves it to its owner alone
-    with temporary.open("rb+") as f:
-        os.fsync(f.fileno())
-    temporary.replace(folder / FILE)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return {"file": FILE, "sha256": file_sha256(folder / FILE)}
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from configs.load import UserError, load_config
 from configs.provenance import FolderLock
 from configs.schema import TargetConfig
+from extract.head import FILE, TargetHead, save_head
 from extract.main import processes_lock
 from extract.manifest import read_manifest
 from extract.plan import plan
@@ -69,7 +71,8 @@ def extract_by(folder: Path, target: Target, world: int) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".lock-")}
+    left = [p for p in folder.iterdir() if not p.name.startswith(".lock-")]
+    return {p.name: b"" if p.is_dir() else p.read_bytes() for p in left}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,26 @@ def test_sigkill_at_60_random_moments(target, whole, tmp_path):
         if kills >= 60:
             break
     assert kills >= 60 and in_the_middle >= 20, (kills, in_the_middle)
+
+
+def test_a_head_file_that_was_cut_off_leaves_nothing_behind(tmp_path):
+    """safetensors writes to a file of a name of its own first, which a killed process cannot remove."""
+    table = torch.zeros(1 << 24, 1)
+    save = partial(save_head, TargetHead(table, table), tmp_path, torch.float32)
+    cut_off = False
+    while not cut_off:
+        if (pid := os.fork()) == 0:
+            save()
+            os._exit(0)
+        while not any(tmp_path.rglob(".tmp*")) and not (tmp_path / FILE).exists():
+            pass
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        cut_off = not (tmp_path / FILE).exists()
+        (tmp_path / FILE).unlink(missing_ok=True)
+    assert list(tmp_path.iterdir())
+    save()
+    assert [p.name for p in tmp_path.iterdir()] == [FILE]
 
 
 def fork_processes(folder: Path, target: Target, world: int) -> list[int]:

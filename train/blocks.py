@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from train.drafter import SLIDING, DFlashDrafter, DraftShape, Mask
+from train.drafter import SLIDING, DFlashDrafter, DraftShape, Mask, compiled
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -141,11 +140,8 @@ def sparse_mask(rule: Rule, rows: int, slots: int, keys: int, device: torch.devi
 
     Compiled on CUDA, where the dense mask then exists tile by tile only; made through it elsewhere (tests).
     """
-    make = _compiled_create_block_mask if device.type == "cuda" else create_block_mask
+    make = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     return make(rule, rows, None, slots, keys, device=device)
-
-
-_compiled_create_block_mask: Any = torch.compile(create_block_mask, dynamic=False)
 
 
 def layer_masks(

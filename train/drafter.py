@@ -10,8 +10,9 @@ Names and arithmetic are those of the released checkpoints (z-lab DFlash), so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,12 +111,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attention, [R, heads, S, head_dim]: SDPA, or FlexAttention (which skips what no slot sees) given its mask."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        flex = _compiled_flex_attention if q.is_cuda else flex_attention
+        flex = compiled(flex_attention) if q.is_cuda else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-_compiled_flex_attention: Any = torch.compile(flex_attention, dynamic=False)
+@cache
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compiled for the shapes it meets. Made at first use: the compiler alone takes most of a second to import."""
+    return torch.compile(function, dynamic=False)
 
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:

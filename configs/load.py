@@ -170,8 +170,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # PyYAML's stubs give this one call no types.
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs give it no types
         self.depth += 1
         if isinstance(event, yaml.AliasEvent) or event.tag is not None or self.depth > 20:
             problem = "aliases, tags (*name, !name) and deep nesting are not supported"

@@ -157,9 +157,12 @@ def test_a_head_file_that_was_cut_off_leaves_nothing_behind(tmp_path):
     cut_off = False
     while not cut_off:
         if (pid := os.fork()) == 0:
-            save()
-            os._exit(0)
-        while not any(tmp_path.rglob(".tmp*")) and not (tmp_path / FILE).exists():
+            try:
+                save()
+            finally:
+                os._exit(0)
+        ended = partial(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        while not any(tmp_path.rglob(".tmp*")) and not ended():
             pass
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
